@@ -1,0 +1,29 @@
+"""What can go wrong, in words. Every message names the value, the rule that it breaks and what to do instead."""
+
+
+class EngineError(Exception):
+    """Base of every error that is shown to people as it stands."""
+
+
+class RequestError(EngineError):
+    """The request asks for something that this preset or this machine does not do. Nothing was started."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint is missing, incomplete or not what its configuration says."""
+
+
+class ResourceError(EngineError):
+    """Memory or disk is too small for the work. Says what is needed and what is free."""
+
+
+class MediaError(EngineError):
+    """A video or picture could not be written or read."""
+
+
+class BusyError(EngineError):
+    """The engine is at work for somebody else."""
+
+
+class Cancelled(EngineError):  # noqa: N818 - it is a decision of the user, not a fault
+    """The user stopped the work. What was finished before stays."""

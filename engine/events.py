@@ -1,0 +1,67 @@
+"""What the engine tells while it works. The page, the command line, the API and the tests consume these and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+Stage = Literal["load", "text", "image", "denoise", "decode", "file"]
+STAGES: tuple[Stage, ...] = ("load", "text", "image", "denoise", "decode", "file")
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """total: how many steps or frames the stage has; None where it can't be counted."""
+
+    stage: Stage
+    total: int | None = None
+
+
+@dataclass(frozen=True)
+class StageEnded:
+    """seconds: wall clock; peak_bytes: the most memory that each device held during the stage."""
+
+    stage: Stage
+    seconds: float
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """Denoising step `step` of `steps` (from 1); seconds: of this step; eta: seconds until the last step."""
+
+    step: int
+    steps: int
+    seconds: float
+    eta: float
+
+
+@dataclass(frozen=True)
+class FramesReady:
+    """frames: uint8 [t, height, width, 3], valid until the second chunk after this one; start: index of the first."""
+
+    start: int
+    frames: np.ndarray
+    total: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something that the user should know and that does not stop the work."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class VideoFinished:
+    """path: the checked mp4; partial: the user stopped the work and this is what was there; stats: as in stats.json."""
+
+    path: Path
+    partial: bool
+    stats: dict[str, Any]
+
+
+Event = StageStarted | StageEnded | StepDone | FramesReady | Warned | VideoFinished

@@ -1,0 +1,50 @@
+"""How to compute, as opposed to what: two frozen dataclasses that presets, command line, page and API share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from engine.errors import RequestError
+
+Precision = Literal["auto", "fp32", "bf16"]
+DecodePrecision = Literal["auto", "fp32", "bf16", "fp16"]
+DecodePath = Literal["auto", "plain", "reference"]
+
+
+class _Checked:
+    """Refuses a value that its annotation does not list, with the values that it does."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):  # type: ignore[arg-type]
+            allowed, value = get_args(hints[field.name]), getattr(self, field.name)
+            if allowed and value not in allowed:
+                raise RequestError(
+                    f"{type(self).__name__}.{field.name} = {value!r} is not known; choose one of {', '.join(allowed)}."
+                )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Build from a table; an unknown key is refused with the list of known ones."""
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise RequestError(f"{cls.__name__} has no setting {', '.join(unknown)}; it has {', '.join(known)}.")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class DenoiseSettings(_Checked):
+    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU)."""
+
+    precision: Precision = "auto"
+
+
+@dataclass(frozen=True)
+class DecodeSettings(_Checked):
+    """path: which implementation decodes ("auto" takes the fastest that this machine has); precision: of its convolutions
+    ("auto": fp32 on a CPU, bf16 on a GPU; the reference is always fp32)."""
+
+    path: DecodePath = "auto"
+    precision: DecodePrecision = "auto"
