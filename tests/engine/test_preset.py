@@ -1,0 +1,133 @@
+"""Presets and requests: what is refused, and whether the message tells what would be taken."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RequestError
+from engine.preset import load_preset, parse_preset, preset_from_environment, preset_names
+from engine.request import Request
+from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shapes import frames_of_seconds, latent_frames, latent_shape, nearest_frames, video_frames, video_tokens
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_makes_a_legal_request_of_its_defaults_and_examples(name):
+    preset = load_preset(name)
+    assert preset.examples
+    for prompt in preset.examples:
+        assert preset.request(prompt=prompt).prompt == prompt
+    assert {(size.height > size.width) - (size.height < size.width) for size in preset.sizes} == {-1, 0, 1}
+
+
+def test_pan2_defaults_are_the_released_ones():
+    request = load_preset("pan2").request(prompt="x")
+    assert (request.height, request.width, request.frames) == (704, 1248, 121)
+    assert (request.steps, request.shift, request.guidance, request.seed) == (50, 9.0, 2.5, 123)
+    assert load_preset("pan2").request(frames=481).frames == 481
+
+
+BAD = [
+    ({"height": 100}, "height = 100", "nearest is 96"),
+    ({"width": 1000}, "width = 1000", "nearest is 992"),
+    ({"width": 0}, "width = 0", "nearest is 64"),
+    ({"height": 256.0}, "height = 256.0", "whole number"),
+    ({"frames": 50}, "frames = 50", "nearest is 49"),
+    ({"frames": 0}, "frames = 0", "nearest is 1"),
+    ({"frames": 485}, "frames = 485", "nearest is 481"),
+    ({"steps": 0}, "steps = 0", "nearest is 1"),
+    ({"steps": True}, "steps = True", "whole number"),
+    ({"steps": 10**6}, "steps = 1000000", "nearest is 100"),
+    ({"guidance": math.nan}, "guidance = nan", "number"),
+    ({"guidance": math.inf}, "guidance = inf", "number"),
+    ({"shift": 0.0}, "shift = 0", "nearest is 0.01"),
+    ({"seed": -2}, "seed = -2", "nearest is 0"),
+    ({"seed": 2**63}, "seed", "nearest is"),
+    ({"prompt": "x" * 20_001}, "20001 characters", "Shorten"),
+    ({"prompt": 7}, "prompt", "text"),
+    ({"height": 1248, "width": 1248}, "1248 x 1248", "smaller size"),
+    ({"height": 928, "width": 1024, "frames": 481}, "481 frames", "at most 441"),
+    ({"image": Path("/nowhere/a.png")}, "/nowhere/a.png", "PNG"),
+    ({"colour": "red"}, "colour", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("values", "names", "fix"), BAD)
+def test_bad_values_are_refused_with_value_and_fix(values, names, fix):
+    with pytest.raises(RequestError) as error:
+        load_preset("tiny").request(**values)
+    assert names in str(error.value) and fix in str(error.value)
+
+
+def test_the_longest_video_that_a_message_offers_is_taken():
+    preset = load_preset("tiny")
+    assert preset.request(height=928, width=1024, frames=441).frames == 441
+
+
+def test_seed_minus_one_is_random_and_absent_is_the_default():
+    preset = load_preset("tiny")
+    assert preset.request().seed == preset.defaults.seed
+    assert len({preset.request(seed=-1).seed for _ in range(4)}) > 1
+
+
+def test_request_survives_json():
+    request = load_preset("tiny").request(prompt="ä ⟂", negative_prompt="no", decode=DecodeSettings(path="reference"))
+    assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request
+
+
+def test_request_from_json_names_unknown_and_missing_fields():
+    values = load_preset("tiny").request().to_json()
+    with pytest.raises(RequestError, match="colour"):
+        Request.from_json(values | {"colour": 1})
+    with pytest.raises(RequestError, match="prompt"):
+        Request.from_json({key: value for key, value in values.items() if key != "prompt"})
+
+
+def test_settings_refuse_unknown_values_and_keys():
+    with pytest.raises(RequestError, match="fp32"):
+        DenoiseSettings(precision="fp4")
+    with pytest.raises(RequestError, match="path, precision"):
+        DecodeSettings.from_dict({"speed": 9})
+
+
+TOML = (Path(__file__).parents[2] / "presets" / "pan2.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fps = 24", "fps = 24\ncolour = 1", "colour"),
+        ("fps = 24", "", "fps"),
+        ("steps = 50", "step = 50", "step"),
+        ("height = 928", "height = 929", "929"),
+        ("fps = 24", "fps = ", "TOML"),
+        ("[limits]", "[limits]\nspeed = 1", "speed"),
+    ],
+)
+def test_a_broken_preset_says_what_is_wrong(old, new, message):
+    with pytest.raises(RequestError, match=message):
+        parse_preset(TOML.replace(old, new, 1), "broken")
+
+
+def test_unknown_preset_lists_the_known_ones():
+    with pytest.raises(RequestError, match="pan2, tiny"):
+        load_preset("pan3")
+
+
+def test_environment_chooses_preset_and_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.delenv("ENGINE_PRESET", raising=False)
+    monkeypatch.delenv("ENGINE_CHECKPOINT", raising=False)
+    assert preset_from_environment().name == "tiny"
+    monkeypatch.setenv("ENGINE_CHECKPOINT", str(tmp_path))
+    assert (preset_from_environment().name, preset_from_environment().checkpoint) == ("pan2", str(tmp_path))
+
+
+def test_frames_and_latent_frames_are_inverse():
+    for n in range(1, 122):
+        assert latent_frames(video_frames(n)) == n
+        assert nearest_frames(video_frames(n)) == video_frames(n)
+    assert frames_of_seconds(2, 24) == 49 and frames_of_seconds(5, 24) == 121 and frames_of_seconds(20, 24) == 481
+    assert latent_shape(241, 704, 1248) == (48, 61, 44, 78)
+    assert [video_tokens(f, 704, 1248) for f in (241, 313, 481)] == [52338, 67782, 103818]
