@@ -1,0 +1,245 @@
+"""Jobs: who waits, who runs, what became of it. One worker thread owns the engine; pages only look at snapshots.
+
+A job goes on when the page that started it is closed; `snapshot` of its id finds it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from engine.errors import Cancelled, EngineError, RequestError
+from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.request import Request
+
+log = logging.getLogger(__name__)
+
+Status = Literal["queued", "running", "finished", "stopped", "failed"]
+ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
+
+
+class Generates(Protocol):
+    """What jobs need of an engine."""
+
+    def generate(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]: ...
+
+
+@dataclass
+class StageState:
+    """A stage as the page shows it. done of total: steps or frames; eta: seconds, None where unknown."""
+
+    name: Stage
+    total: int | None = None
+    done: int = 0
+    seconds: float | None = None
+    seconds_each: float | None = None
+    eta: float | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds so far, or in all once it has ended."""
+        return self.seconds if self.seconds is not None else time.monotonic() - self.started
+
+
+@dataclass
+class JobState:
+    """Everything that is known of a job. A snapshot is a copy that nobody changes any more.
+
+    status: "stopped" means that the user stopped it; `video` is then the part that was there, or None.
+    position: jobs that run before this one.
+    """
+
+    id: str
+    request: Request
+    folder: Path
+    status: Status = "queued"
+    position: int = 0
+    stages: list[StageState] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: str | None = None
+    video: Path | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+    first_frame_seconds: float | None = None
+    created: float = field(default_factory=time.time)
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status in ENDED
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the work began; 0 while it waits."""
+        return 0.0 if self.started is None else (self.ended or time.time()) - self.started
+
+    @property
+    def stage(self) -> StageState | None:
+        """The stage at work, or the last one."""
+        return self.stages[-1] if self.stages else None
+
+    @property
+    def live(self) -> Path:
+        """The fragmented mp4 that grows while frames are decoded."""
+        return self.folder / "live.mp4"
+
+    def apply(self, event: Event) -> None:
+        """Take in what the engine told."""
+        match event:
+            case StageStarted(stage, total):
+                self.stages.append(StageState(stage, total))
+            case StageEnded(stage, seconds):
+                self._find(stage).seconds = seconds
+            case StepDone(step, _, seconds, eta):
+                state = self._find("denoise")
+                state.done, state.seconds_each, state.eta = step, seconds, eta
+            case FramesReady(start, frames):
+                self._frames(start + len(frames))
+            case Warned(text):
+                self.warnings.append(text)
+            case VideoFinished(path, partial, stats):
+                self.video, self.stats = path, stats
+                self.status = "stopped" if partial else self.status
+
+    def _find(self, name: Stage) -> StageState:
+        return next(stage for stage in reversed(self.stages) if stage.name == name)
+
+    def _frames(self, done: int) -> None:
+        state = self._find("decode")
+        state.done = done
+        state.eta = state.elapsed / done * ((state.total or done) - done)
+        if self.first_frame_seconds is None:
+            self.first_frame_seconds = self.elapsed
+
+
+class Jobs:
+    """Submits jobs to one worker thread, in the order in which they came.
+
+    engine: makes the videos; outputs: every job gets a folder of its own below it.
+    """
+
+    def __init__(self, engine: Generates, outputs: Path) -> None:
+        self.engine = engine
+        self.outputs = outputs
+        self._states: dict[str, JobState] = {}
+        self._cancels: dict[str, threading.Event] = {}
+        self._changed = threading.Condition()
+        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
+        self._worker.start()
+
+    def submit(self, request: Request) -> str:
+        """Queue a checked request; returns the job's id at once."""
+        job = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
+        with self._changed:
+            self._states[job] = JobState(job, request, self.outputs / job)
+            self._cancels[job] = threading.Event()
+        self._waiting.put(job)
+        return job
+
+    def snapshot(self, job: str) -> JobState | None:
+        """A job as it is now, or None if the id is unknown."""
+        with self._changed:
+            state = self._states.get(job)
+            if state is None:
+                return None
+            found = copy.deepcopy(state)
+            found.position = self._position(state)
+            return found
+
+    def cancel(self, job: str) -> None:
+        """Stop a job within one step or chunk; what is decoded by then stays."""
+        with self._changed:
+            self._state(job)
+            self._cancels[job].set()
+
+    def follow(self, job: str, seconds: float = 0.5) -> Iterator[JobState]:
+        """Snapshots until the job is over, the last one included, at least every `seconds`."""
+        while True:
+            with self._changed:
+                self._state(job)
+            state = self.snapshot(job)
+            yield state
+            if state.over:
+                return
+            with self._changed:
+                self._changed.wait(seconds)
+
+    def wait(self, job: str) -> JobState:
+        """Block until a job is over."""
+        *_, last = self.follow(job)
+        return last
+
+    def recent(self) -> list[JobState]:
+        """Snapshots of all jobs, the newest first."""
+        with self._changed:
+            names = sorted(self._states, reverse=True)
+        return [self.snapshot(name) for name in names]
+
+    def close(self) -> None:
+        """Stop what runs, forget what waits, end the worker."""
+        with self._changed:
+            for cancel in self._cancels.values():
+                cancel.set()
+        self._waiting.put(None)
+        self._worker.join()
+
+    def _state(self, job: str) -> JobState:
+        if job not in self._states:
+            raise RequestError(f"There is no job {job!r} here. It may be older than the last start of the server.")
+        return self._states[job]
+
+    def _position(self, state: JobState) -> int:
+        if state.status != "queued":
+            return 0
+        before = (other for other in self._states.values() if other.id != state.id and not other.over)
+        return sum(other.status == "running" or other.created < state.created for other in before)
+
+    def _work(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            self._run(self._states[job], self._cancels[job])
+
+    def _run(self, state: JobState, cancel: threading.Event) -> None:
+        self._update(state, lambda: (setattr(state, "status", "running"), setattr(state, "started", time.time())))
+        status, error = self._drive(state, cancel)
+
+        def end() -> None:
+            state.ended, state.error = time.time(), error
+            state.status = "stopped" if state.status == "stopped" else status
+
+        self._update(state, end)
+
+    def _drive(self, state: JobState, cancel: threading.Event) -> tuple[Status, str | None]:
+        try:
+            if cancel.is_set():
+                raise Cancelled("Stopped before it began.")
+            self._consume(state, self.engine.generate(state.request, state.folder, cancel))
+        except Cancelled as stopped:
+            return "stopped", str(stopped)
+        except EngineError as error:
+            log.warning("job %s: %s", state.id, error)
+            return "failed", str(error)
+        except Exception as error:
+            # A fault of ours: the worker must survive it, the log keeps the trace, the page says what it can.
+            log.exception("job %s failed", state.id)
+            return "failed", f"Internal error, please report it: {type(error).__name__}: {error}"
+        return "finished", None
+
+    def _consume(self, state: JobState, events: Iterable[Event]) -> None:
+        for event in events:
+            self._update(state, lambda event=event: state.apply(event))
+
+    def _update(self, state: JobState, change: Callable[[], Any]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()

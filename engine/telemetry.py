@@ -1,0 +1,149 @@
+"""Seconds and bytes: what the machine holds now, and what each stage of a request took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import psutil
+import torch
+
+GIB = 2**30
+SAMPLE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one accelerator. allocated: by live tensors; reserved: by PyTorch's allocator; peak: highest allocated since
+    the stage began; used, total: of the whole device, by every process."""
+
+    name: str
+    allocated: int
+    reserved: int
+    peak: int
+    used: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """host: bytes of this process in RAM; host_available, host_total: of the machine."""
+
+    host: int
+    host_available: int
+    host_total: int
+    devices: tuple[DeviceMemory, ...] = ()
+
+
+def memory_now() -> Memory:
+    """What this process and its accelerators hold at this moment. Never touches CUDA unless it is already in use."""
+    machine = psutil.virtual_memory()
+    devices = ()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = tuple(_device_memory(index) for index in range(torch.cuda.device_count()))
+    return Memory(psutil.Process().memory_info().rss, machine.available, machine.total, devices)
+
+
+def _device_memory(index: int) -> DeviceMemory:
+    free, total = torch.cuda.mem_get_info(index)
+    return DeviceMemory(
+        name=f"cuda:{index}",
+        allocated=torch.cuda.memory_allocated(index),
+        reserved=torch.cuda.memory_reserved(index),
+        peak=torch.cuda.max_memory_allocated(index),
+        used=total - free,
+        total=total,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device, so that a clock read afterwards is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class StageRecord:
+    """What one stage took. peaks: bytes by "host" and device name, the highest seen while it ran."""
+
+    name: str
+    started: float
+    seconds: float | None = None
+    peaks: dict[str, int] = field(default_factory=dict)
+
+
+class Telemetry:
+    """Follows one request: a sampler thread watches memory, `stage` times the stages.
+
+    Seconds are counted from the moment it is entered. Not shared between requests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stages: list[StageRecord] = []
+        self.first_frame: float | None = None
+        self._zero = time.perf_counter()
+        self._done = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, name="memory-sampler", daemon=True)
+
+    def __enter__(self) -> Telemetry:
+        self._zero = time.perf_counter()
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._sampler.join()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request began."""
+        return time.perf_counter() - self._zero
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageRecord]:
+        """Time a stage; its peaks hold what the sampler saw and, on CUDA, the allocator's own maximum."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        record = StageRecord(name, self.elapsed)
+        self.stages.append(record)
+        self._note(record, memory_now())
+        try:
+            yield record
+        finally:
+            synchronize(self.device)
+            record.seconds = self.elapsed - record.started
+            self._note(record, memory_now())
+
+    def frame_arrived(self) -> None:
+        """Note the first frame's arrival on the host; later calls change nothing."""
+        if self.first_frame is None:
+            self.first_frame = self.elapsed
+
+    def summary(self) -> dict:
+        """Everything as JSON values."""
+        return {
+            "seconds": round(self.elapsed, 3),
+            "seconds_to_first_frame": None if self.first_frame is None else round(self.first_frame, 3),
+            "stages": [asdict(stage) for stage in self.stages],
+            "peak_bytes": self._peaks(),
+        }
+
+    def _peaks(self) -> dict[str, int]:
+        names = {name for stage in self.stages for name in stage.peaks}
+        return {name: max(stage.peaks.get(name, 0) for stage in self.stages) for name in sorted(names)}
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            running = [stage for stage in self.stages if stage.seconds is None]
+            if running:
+                self._note(running[-1], memory_now())
+
+    @staticmethod
+    def _note(record: StageRecord, memory: Memory) -> None:
+        seen = {"host": memory.host} | {device.name: device.peak for device in memory.devices}
+        for name, value in seen.items():
+            record.peaks[name] = max(record.peaks.get(name, 0), value)
