@@ -1,4 +1,4 @@
-"""What the engine tells while it works. The page, the command line, the API and the tests consume these and nothing else."""
+"""What the engine tells while it works. Page, command line, API and tests consume these and nothing else."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}.")
     if not low <= value <= high:
-        raise RequestError(f"{name} = {value} must lie between {low} and {high}; the nearest is {min(max(value, low), high)}.")
+        raise RequestError(
+            f"{name} = {value} must lie between {low} and {high}; the nearest is {min(max(value, low), high)}."
+        )
 
 
 def _real(name: str, value: Any, low: float, high: float) -> None:

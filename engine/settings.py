@@ -43,7 +43,7 @@ class DenoiseSettings(_Checked):
 
 @dataclass(frozen=True)
 class DecodeSettings(_Checked):
-    """path: which implementation decodes ("auto" takes the fastest that this machine has); precision: of its convolutions
+    """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
     ("auto": fp32 on a CPU, bf16 on a GPU; the reference is always fp32)."""
 
     path: DecodePath = "auto"

@@ -17,8 +17,8 @@ SAMPLE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one accelerator. allocated: by live tensors; reserved: by PyTorch's allocator; peak: highest allocated since
-    the stage began; used, total: of the whole device, by every process."""
+    """Bytes on one accelerator. allocated: by live tensors; reserved: by PyTorch's allocator; peak: highest allocated
+    since the stage began; used, total: of the whole device, by every process."""
 
     name: str
     allocated: int

@@ -1,0 +1,297 @@
+"""From a request to a video: the whole path, read top to bottom in `Engine.generate`.
+
+The engine speaks in events and knows nothing of pages, queues or how many devices there are. One request at a time: a
+busy engine refuses in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from engine import estimate as cost
+from engine import record
+from engine.condition import make_condition, open_image
+from engine.errors import BusyError, Cancelled, EngineError, ResourceError
+from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.executor import LocalExecutor, choose_device, choose_precision
+from engine.latents import load_latents, save_latents
+from engine.noise import draw_noise
+from engine.preset import Preset
+from engine.prompt import TextEmbedding
+from engine.request import Request, check
+from engine.settings import DecodeSettings
+from engine.shapes import latent_shape
+from engine.telemetry import GIB, Telemetry
+from engine.video import VideoWriter
+
+T = TypeVar("T")
+Run = Generator[Event, None, T]
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether a request could start at once. text: a sentence for people; done, total: bytes while loading."""
+
+    state: Literal["idle", "loading", "ready", "failed"]
+    text: str
+    done: int = 0
+    total: int = 0
+
+
+class Engine:
+    """One model on this machine. preset: what it does by default and at most; device: "auto", "cpu" or "cuda:N"."""
+
+    def __init__(self, preset: Preset, device: str = "auto") -> None:
+        self.preset = preset
+        self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
+        self._readiness = Readiness("idle", "The model is loaded with the first request.")
+        self._rates: cost.Rates | None = None
+        self._busy = threading.Lock()
+
+    def generate(self, request: Request, folder: Path, cancel: threading.Event | None = None) -> Iterator[Event]:
+        """Make one video in `folder` and tell how it goes.
+
+        Yields events; the last one is VideoFinished. Raises before any work RequestError, BusyError or ResourceError;
+        during the work CheckpointError, ResourceError, MediaError, and Cancelled if stopped before there were frames.
+        A stop while frames arrive ends with a shorter, whole video instead.
+        """
+        check(request, self.preset.limits)
+        image = open_image(request.image) if request.image else None
+        cancel = cancel or threading.Event()
+        with (
+            self._exclusive(),
+            Telemetry(self.executor.device) as telemetry,
+            _out_of_memory_in_words(self.executor.device),
+        ):
+            record.prepare_folder(folder, request)
+            yield from self._load(telemetry, request)
+            texts = yield from self._read_prompts(telemetry, request)
+            seen = yield from self._see_image(telemetry, request, image)
+            latents = yield from self._denoise(telemetry, request, texts, seen, cancel)
+            notes = self._notes(request, texts)
+            notes["latents_sha256"] = save_latents(folder / "latents.safetensors", latents, record.tags(notes))
+            yield from self._deliver(telemetry, latents, request.decode, folder, notes, cancel)
+
+    def decode(
+        self, latents: Path, settings: DecodeSettings, folder: Path, cancel: threading.Event | None = None
+    ) -> Iterator[Event]:
+        """Decode saved latents again, with other settings or after a failure, into `folder`. Events and errors as of
+        `generate`."""
+        saved = load_latents(latents)
+        cancel = cancel or threading.Event()
+        with (
+            self._exclusive(),
+            Telemetry(self.executor.device) as telemetry,
+            _out_of_memory_in_words(self.executor.device),
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+            yield from self._stage(telemetry, "load", self.load)
+            notes = {"latents": saved.metadata} | self._machine()
+            yield from self._deliver(telemetry, saved.tensor, settings, folder, notes, cancel)
+
+    def load(self) -> None:
+        """Load the preset's model; does nothing if it is there. Readiness tells how far it is."""
+        try:
+            self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
+            self.executor.load(self.preset.denoise, self._report)
+            self._rates = self._rates or self.executor.measure(self.preset)
+        except EngineError as error:
+            self._readiness = Readiness("failed", str(error))
+            raise
+        except Exception as error:
+            self._readiness = Readiness("failed", f"{type(error).__name__}: {error}")
+            raise
+        self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
+
+    def readiness(self) -> Readiness:
+        """How far loading is."""
+        return self._readiness
+
+    def estimate(self, request: Request) -> cost.Estimate | None:
+        """How long a request will take; None before the model is loaded."""
+        if self._rates is None:
+            return None
+        return cost.estimate(self.executor.transformer.config, request, self._rates)
+
+    def about(self) -> dict[str, str]:
+        """What runs here, for people to read."""
+        path, precision, reason = self.executor.explain_decode(self.preset.decode)
+        device = self.executor.device
+        return {
+            "Model": f"{self.preset.title}: {self.preset.about}",
+            "Checkpoint": self.preset.checkpoint,
+            **(self.executor.info.summary() if self.executor.folder else {}),
+            "Device": self.executor.device_name(),
+            "Transformer": f"{choose_precision(self.preset.denoise, device)}, PyTorch operations",
+            "Decoder": f"{path}, {precision}: {reason}",
+            **{name: str(value) for name, value in self.executor.versions().items()},
+        }
+
+    def close(self) -> None:
+        """Give back every byte."""
+        self.executor.close()
+        self._rates = None
+        self._readiness = Readiness("idle", "The model is loaded with the first request.")
+
+    # The stages of a run, in order.
+
+    def _load(self, telemetry: Telemetry, request: Request) -> Run[None]:
+        def load() -> None:
+            self.load()
+            self.executor.load(request.denoise, self._report)
+
+        yield from self._stage(telemetry, "load", load)
+
+    def _read_prompts(self, telemetry: Telemetry, request: Request) -> Run[tuple[TextEmbedding, TextEmbedding | None]]:
+        def read() -> tuple[TextEmbedding, TextEmbedding | None]:
+            encode = self.executor.encode_prompt
+            return encode(request.prompt), encode(request.negative_prompt) if request.guidance > 1 else None
+
+        texts = yield from self._stage(telemetry, "text", read)
+        for name, text in zip(("prompt", "negative prompt"), texts, strict=True):
+            if text and text.warning:
+                yield Warned(text.warning if name == "prompt" else f"Negative prompt: {text.warning}")
+        return texts
+
+    def _see_image(self, telemetry: Telemetry, request: Request, image: Any) -> Run[torch.Tensor]:
+        shape = latent_shape(request.frames, request.height, request.width)
+        if image is None:
+            return make_condition(shape)
+        latents = yield from self._stage(
+            telemetry, "image", lambda: self.executor.encode_image(image, request.height, request.width)
+        )
+        return make_condition(shape, latents)
+
+    def _denoise(
+        self,
+        telemetry: Telemetry,
+        request: Request,
+        texts: tuple[TextEmbedding, TextEmbedding | None],
+        condition: torch.Tensor,
+        cancel: threading.Event,
+    ) -> Run[torch.Tensor]:
+        shape = (1, *latent_shape(request.frames, request.height, request.width))
+        noise = draw_noise(request.seed, shape)
+        yield StageStarted("denoise", request.steps)
+        with telemetry.stage("denoise") as stage:
+            for step in self.executor.denoise(request, texts, condition, noise, cancel):
+                # The first step also warms caches up, so the newest is the better guide.
+                yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * step.seconds)
+        yield StageEnded("denoise", stage.seconds, stage.peaks)
+        self._learn_denoise(request, stage.seconds)
+        return step.latents
+
+    def _deliver(
+        self,
+        telemetry: Telemetry,
+        latents: torch.Tensor,
+        settings: DecodeSettings,
+        folder: Path,
+        notes: dict[str, Any],
+        cancel: threading.Event,
+    ) -> Run[None]:
+        path, precision, reason = self.executor.explain_decode(settings)
+        notes |= {"decode": {"path": path, "precision": precision, "reason": reason}}
+        height, width, frames = record.video_size(latents)
+        with VideoWriter(folder, height, width, self.preset.fps, frames, record.metadata(notes)) as writer:
+            partial = yield from self._decode(telemetry, latents, settings, writer, frames, cancel)
+            video = yield from self._stage(telemetry, "file", lambda: writer.close(partial))
+        size = {"frames": writer.written, "height": height, "width": width, "fps": self.preset.fps}
+        stats = record.stats(notes | size, telemetry.summary(), video)
+        record.write_json(folder / "stats.json", stats)
+        yield VideoFinished(video, partial, stats)
+
+    def _decode(
+        self,
+        telemetry: Telemetry,
+        latents: torch.Tensor,
+        settings: DecodeSettings,
+        writer: VideoWriter,
+        frames: int,
+        cancel: threading.Event,
+    ) -> Run[bool]:
+        """Frames to the writer as they arrive; returns whether the user stopped it part of the way."""
+        yield StageStarted("decode", frames)
+        partial = False
+        with telemetry.stage("decode") as stage:
+            try:
+                for chunk in self.executor.decode(latents, settings, cancel):
+                    telemetry.frame_arrived()
+                    writer.write(chunk.frames)
+                    yield FramesReady(chunk.start, chunk.frames, frames)
+            except Cancelled:
+                if not writer.written:
+                    raise
+                partial = True
+        yield StageEnded("decode", stage.seconds, stage.peaks)
+        self._learn_decode(latents, writer.written / frames, stage.seconds)
+        return partial
+
+    def _stage(self, telemetry: Telemetry, name: Stage, work: Callable[[], T]) -> Run[T]:
+        yield StageStarted(name)
+        with telemetry.stage(name) as stage:
+            result = work()
+        yield StageEnded(name, stage.seconds, stage.peaks)
+        return result
+
+    # What the engine knows of itself.
+
+    def _notes(self, request: Request, texts: tuple[TextEmbedding, TextEmbedding | None]) -> dict[str, Any]:
+        tokens = {"prompt": texts[0].tokens, "negative_prompt": texts[1].tokens if texts[1] else None}
+        return {"request": request.to_json(), "tokens": tokens} | self._machine()
+
+    def _machine(self) -> dict[str, Any]:
+        return {
+            "preset": self.preset.name,
+            "checkpoint": self.preset.checkpoint,
+            "vae_sha256": self.executor.vae_hash,
+            "device": self.executor.device_name(),
+            "precision": self.executor.precision,
+            "versions": self.executor.versions(),
+        }
+
+    def _learn_denoise(self, request: Request, seconds: float) -> None:
+        flops = cost.request_flops(self.executor.transformer.config, request)
+        self._rates = dataclasses.replace(self._rates, flops=flops / seconds, basis="the last video made here")
+
+    def _learn_decode(self, latents: torch.Tensor, share: float, seconds: float) -> None:
+        voxels = share * latents[0, 0].numel()
+        self._rates = dataclasses.replace(self._rates, voxels=voxels / seconds)
+
+    def _report(self, part: str, done: int, total: int) -> None:
+        of = (
+            f"{done / GIB:.1f} of {total / GIB:.1f} GiB"
+            if total > GIB
+            else f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
+        )
+        self._readiness = Readiness("loading", f"Loading {self.preset.title}, {part}: {of}.", done, total)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("The engine makes another video at the moment. Wait until it has finished, or stop it.")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+@contextmanager
+def _out_of_memory_in_words(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        raise ResourceError(
+            f"{device} ran out of memory ({free / GIB:.1f} of {total / GIB:.1f} GiB are free now). Choose a smaller size "
+            f"or fewer frames, or end other programs on this GPU. The latents, if there were any, are kept. ({error})"
+        ) from error

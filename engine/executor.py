@@ -1,0 +1,176 @@
+"""Who owns the weights and the device. The engine asks an executor and does not know how many devices there are."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+import engine.checkpoint as files
+from engine.condition import encode_image, make_condition, prepare_image
+from engine.decode import FrameChunk, decode, explain
+from engine.denoise import Step, denoise
+from engine.errors import RequestError
+from engine.estimate import Rates, request_flops, request_voxels
+from engine.latents import folder_hash
+from engine.noise import draw_noise
+from engine.preset import Preset
+from engine.prompt import TextEmbedding
+from engine.request import Request
+from engine.schedule import build_scheduler
+from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shapes import latent_shape
+
+WARM_UP_FRAMES = 9
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Report = Callable[[str, int, int], None]
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """ "auto": the first CUDA device, else the CPU. Raises RequestError for a device that this machine does not have."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RequestError(f"device = {name!r} is not known; choose auto, cpu or cuda:0.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RequestError(f"device = {name!r} needs an NVIDIA GPU and a CUDA build of PyTorch; choose auto or cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RequestError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices, from 0.")
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(f"device = {name!r} is not supported; choose auto, cpu or cuda:0.")
+    return device
+
+
+def choose_precision(settings: DenoiseSettings, device: torch.device) -> str:
+    """What "auto" means here: fp32 on a CPU, which is faster at it than at bf16, and bf16, as released, on a GPU."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+class LocalExecutor:
+    """All parts of a checkpoint on one device, in this process.
+
+    checkpoint: a folder or the name of a repository on the Hub; device: see `choose_device`.
+    """
+
+    def __init__(self, checkpoint: str, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.device = device
+        self.folder: Path | None = None
+        self._precision: str | None = None
+        self._lock = threading.Lock()
+
+    def load(self, settings: DenoiseSettings, report: Report) -> None:
+        """Bring every part onto the device; what is there already stays. report: part, bytes done, bytes in all."""
+        with self._lock:
+            precision = choose_precision(settings, self.device)
+            if self._precision == precision:
+                return
+            if self.folder is None:
+                self._load_folder(report)
+            self.transformer = None
+            self._precision = None
+            self.transformer = files.load_transformer(self.folder, self.device, DTYPES[precision], report)
+            self._precision = precision
+
+    def _load_folder(self, report: Report) -> None:
+        folder = files.resolve(self.checkpoint, report)
+        self.info = files.describe(folder)
+        text_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.scheduler = files.load_scheduler(folder)
+        self.text = files.load_text_encoder(folder, self.device, text_dtype, report)
+        self.vae = files.load_vae(folder, self.device, torch.float32, report)
+        self.vae_hash = folder_hash(folder / "vae")
+        self.folder = folder
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a request could start at once."""
+        return self._precision is not None
+
+    @property
+    def precision(self) -> str | None:
+        """Of the transformer, None before it is loaded."""
+        return self._precision
+
+    def encode_prompt(self, prompt: str) -> TextEmbedding:
+        """[1, L, D], see `engine.prompt`."""
+        return self.text.encode(prompt)
+
+    def encode_image(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
+        """Normalised latents of a first frame, fp32 [1, 48, 1, h, w]."""
+        return encode_image(self.vae, prepare_image(image, height, width).to(self.device))
+
+    def denoise(
+        self,
+        request: Request,
+        texts: tuple[TextEmbedding, TextEmbedding | None],
+        condition: torch.Tensor,
+        noise: torch.Tensor,
+        cancel: threading.Event,
+    ) -> Iterator[Step]:
+        """The sampling loop, a `Step` after each step; the last one's latents are the result."""
+        positive, negative = texts
+        return denoise(
+            self.transformer,
+            positive.embedding,
+            negative.embedding if negative else None,
+            condition.to(self.device),
+            noise.to(self.device),
+            build_scheduler(self.scheduler, request.steps, request.shift),
+            request.guidance,
+            cancel,
+        )
+
+    def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
+        """Frames of normalised latents fp32 [1, 48, F, h, w], chunk by chunk on the host."""
+        return decode(self.vae, latents.to(self.device), settings, cancel)
+
+    def measure(self, preset: Preset) -> Rates:
+        """A short run at the preset's size: warms the device up and tells how fast it is."""
+        request = preset.request(prompt="", frames=WARM_UP_FRAMES, steps=1, guidance=1.0)
+        shape = (1, *latent_shape(request.frames, request.height, request.width))
+        text = (self.encode_prompt(request.prompt), None)
+        never = threading.Event()
+        for _ in range(2):
+            started = time.perf_counter()
+            (step,) = self.denoise(request, text, make_condition(shape[1:]), draw_noise(0, shape), never)
+            denoised = time.perf_counter()
+            for _chunk in self.decode(step.latents, preset.decode, never):
+                pass
+            decoded = time.perf_counter()
+        flops = request_flops(self.transformer.config, request) / (denoised - started)
+        return Rates(flops, request_voxels(request) / (decoded - denoised), "a short run when the model was loaded")
+
+    def explain_decode(self, settings: DecodeSettings) -> tuple[str, str, str]:
+        """Path, precision and the reason for them, for these settings on this device."""
+        return explain(settings, self.device)
+
+    def device_name(self) -> str:
+        """The device in words."""
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)} ({self.device})"
+        return f"CPU, {torch.get_num_threads()} threads ({platform.machine()})"
+
+    def versions(self) -> dict[str, Any]:
+        """What a report needs to be reproduced."""
+        cuda = (
+            {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if self.device.type == "cuda" else {}
+        )
+        return {"python": platform.python_version(), "torch": torch.__version__, **cuda}
+
+    def close(self) -> None:
+        """Let go of every weight."""
+        with self._lock:
+            self.transformer = self.text = self.vae = self.folder = self._precision = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()

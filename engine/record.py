@@ -1,0 +1,77 @@
+"""What is written down about a job: its folder, its request, its figures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import ResourceError
+from engine.request import Request
+from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.telemetry import GIB
+
+# H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
+VIDEO_SHARE = 0.2
+SPARE_BYTES = 200 * 2**20
+FLOAT_BYTES = 4
+
+
+def prepare_folder(folder: Path, request: Request) -> None:
+    """Make the job's folder and write its request. Raises ResourceError if the disk is too full for the job's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = bytes_needed(request), shutil.disk_usage(folder).free
+    if free < needed:
+        raise ResourceError(
+            f"The disk of {folder} has {free / GIB:.2f} GiB free and this video may need {needed / GIB:.2f} GiB. "
+            "Delete old videos, or choose another output folder."
+        )
+    write_json(folder / "request.json", request.to_json())
+
+
+def bytes_needed(request: Request) -> int:
+    """Disk space that a request may need, with room to spare."""
+    channels, frames, height, width = latent_shape(request.frames, request.height, request.width)
+    raw = request.frames * request.height * request.width * 3
+    return int(raw * VIDEO_SHARE) + channels * frames * height * width * FLOAT_BYTES + SPARE_BYTES
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON under a temporary name, then rename, so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
+    part.rename(path)
+
+
+def video_size(latents: torch.Tensor) -> tuple[int, int, int]:
+    """Height, width and frames that latents [1, 48, F, h, w] decode to."""
+    _, _, frames, height, width = latents.shape
+    return height * SPATIAL_FACTOR, width * SPATIAL_FACTOR, video_frames(frames)
+
+
+def tags(notes: dict[str, Any]) -> dict[str, str]:
+    """A job's notes as the string map that a safetensors file can hold."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in notes.items()}
+
+
+def metadata(notes: dict[str, Any]) -> dict[str, Any]:
+    """What the mp4 itself says of how it was made. Paths of this machine stay out of it."""
+    kept = {key: value for key, value in notes.items() if key != "checkpoint"}
+    request = dict(kept.get("request") or {})
+    if request.get("image"):
+        request["image"] = Path(request["image"]).name
+    return kept | {"request": request}
+
+
+def stats(notes: dict[str, Any], summary: dict[str, Any], video: Path) -> dict[str, Any]:
+    """The figures of a finished job: notes, telemetry, and the speeds that follow from them."""
+    seconds = {stage["name"]: stage["seconds"] for stage in summary["stages"]}
+    steps = (notes.get("request") or {}).get("steps")
+    speeds = {
+        "seconds_per_step": round(seconds["denoise"] / steps, 4) if "denoise" in seconds else None,
+        "decode_frames_per_second": round(notes["frames"] / max(seconds["decode"], 1e-9), 2),
+    }
+    return notes | summary | speeds | {"file_bytes": video.stat().st_size}
