@@ -1,0 +1,94 @@
+"""Noise to latents: one Euler step of the flow after the other, with classifier-free guidance."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from engine.errors import Cancelled, EngineError, RequestError
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step k of `steps`, from 1; seconds: of this step; latents: float32 [B, 48, F, h, w], never written to again."""
+
+    k: int
+    steps: int
+    seconds: float
+    latents: torch.Tensor
+
+
+@torch.no_grad()
+def denoise(
+    model: Any,
+    prompt: torch.Tensor,
+    negative: torch.Tensor | None,
+    condition: torch.Tensor,
+    noise: torch.Tensor,
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    guidance: float,
+    cancel: threading.Event | None = None,
+) -> Iterator[Step]:
+    """Yield every step of one run; the last one holds the finished latents, normalised.
+
+    model: a `PAN2Transformer3DModel`; prompt, negative: text embeddings [1, L, D], negative unused (and may be None)
+    if guidance is 1 or less; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w];
+    scheduler: fresh from `engine.schedule.build_scheduler`. Works on the model's device, wherever the tensors are.
+
+    Raises Cancelled between steps once `cancel` is set, and EngineError naming the step if values are not finite.
+    """
+    if scheduler.step_index is not None:
+        raise ValueError("this scheduler has run already; build one for each run")
+    guided = _is_guided(guidance, negative)
+    sigmas = scheduler.sigmas.tolist()
+    latents = noise.to(model.device, torch.float32)
+    _stop_if(cancel, 0, sigmas)
+    with_prompt = _prepare(model, prompt, condition, sigmas)
+    without = _prepare(model, negative, condition, sigmas) if guided else None
+
+    for k, timestep in enumerate(scheduler.timesteps):
+        _stop_if(cancel, k, sigmas)
+        started = time.perf_counter()
+        velocity = model.velocity(latents, k, with_prompt)
+        if guided:
+            velocity_without = model.velocity(latents, k, without)
+            velocity = velocity_without + guidance * (velocity - velocity_without)
+        # In float32 before the step: the scheduler returns the latents in the velocity's dtype.
+        latents = scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
+        _check_finite(latents, k, sigmas, velocity.dtype)
+        yield Step(k + 1, len(sigmas) - 1, time.perf_counter() - started, latents)
+
+
+def _is_guided(guidance: float, negative: torch.Tensor | None) -> bool:
+    if not math.isfinite(guidance):
+        raise RequestError(
+            f"guidance = {guidance!r} must be a finite number; PAN2's is 2.5, 1 or less switches it off."
+        )
+    if guidance > 1 and negative is None:
+        raise RequestError(f"guidance = {guidance:g} needs a negative prompt's embedding; an empty prompt will do.")
+    return guidance > 1
+
+
+def _prepare(model: Any, text: torch.Tensor, condition: torch.Tensor, sigmas: list[float]) -> Any:
+    return model.prepare(text.expand(condition.shape[0], -1, -1), condition, sigmas)
+
+
+def _stop_if(cancel: threading.Event | None, k: int, sigmas: list[float]) -> None:
+    if cancel is not None and cancel.is_set():
+        raise Cancelled(f"Stopped after {k} of {len(sigmas) - 1} denoising steps.")
+
+
+def _check_finite(latents: torch.Tensor, k: int, sigmas: list[float], dtype: torch.dtype) -> None:
+    """One sum a step: it also waits for the device, so that the seconds of a step are true."""
+    if not torch.isfinite(latents.sum()):
+        raise EngineError(
+            f"Denoising step {k + 1} of {len(sigmas) - 1} (sigma {sigmas[k]:.4f}, model output in {dtype}) gave values "
+            "that are not finite. Check the transformer's weights, or run it in fp32."
+        )
