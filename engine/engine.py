@@ -27,7 +27,7 @@ from engine.noise import draw_noise
 from engine.preset import Preset
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
-from engine.settings import DecodeSettings
+from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.telemetry import GIB, Telemetry
 from engine.video import VideoWriter
@@ -54,7 +54,7 @@ class Engine:
         self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
         self._rates: cost.Rates | None = None
-        self._busy = threading.Lock()
+        self._busy, self._loading = threading.Lock(), threading.Lock()
 
     def generate(self, request: Request, folder: Path, cancel: threading.Event | None = None) -> Iterator[Event]:
         """Make one video in `folder` and tell how it goes.
@@ -71,8 +71,8 @@ class Engine:
             Telemetry(self.executor.device) as telemetry,
             _out_of_memory_in_words(self.executor.device),
         ):
-            record.prepare_folder(folder, request)
-            yield from self._load(telemetry, request)
+            record.prepare_folder(folder, request, image)
+            yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
             texts = yield from self._read_prompts(telemetry, request)
             seen = yield from self._see_image(telemetry, request, image)
             latents = yield from self._denoise(telemetry, request, texts, seen, cancel)
@@ -97,19 +97,23 @@ class Engine:
             notes = {"latents": saved.metadata} | self._machine()
             yield from self._deliver(telemetry, saved.tensor, settings, folder, notes, cancel)
 
-    def load(self) -> None:
-        """Load the preset's model; does nothing if it is there. Readiness tells how far it is."""
-        try:
-            self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
-            self.executor.load(self.preset.denoise, self._report)
-            self._rates = self._rates or self.executor.measure(self.preset)
-        except EngineError as error:
-            self._readiness = Readiness("failed", str(error))
-            raise
-        except Exception as error:
-            self._readiness = Readiness("failed", f"{type(error).__name__}: {error}")
-            raise
-        self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
+    def load(self, settings: DenoiseSettings | None = None) -> None:
+        """Load what is not there yet and measure this machine; `readiness` tells how far it is.
+
+        settings: None means the preset's.
+        """
+        settings = settings or self.preset.denoise
+        with self._loading:
+            try:
+                if not self.executor.holds(settings):
+                    self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
+                    self.executor.load(settings, self._report)
+                self._rates = self._rates or self.executor.measure(self.preset)
+            except Exception as error:
+                words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                self._readiness = Readiness("failed", words)
+                raise
+            self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
 
     def readiness(self) -> Readiness:
         """How far loading is."""
@@ -142,13 +146,6 @@ class Engine:
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
     # The stages of a run, in order.
-
-    def _load(self, telemetry: Telemetry, request: Request) -> Run[None]:
-        def load() -> None:
-            self.load()
-            self.executor.load(request.denoise, self._report)
-
-        yield from self._stage(telemetry, "load", load)
 
     def _read_prompts(self, telemetry: Telemetry, request: Request) -> Run[tuple[TextEmbedding, TextEmbedding | None]]:
         def read() -> tuple[TextEmbedding, TextEmbedding | None]:
@@ -292,6 +289,7 @@ def _out_of_memory_in_words(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         raise ResourceError(
-            f"{device} ran out of memory ({free / GIB:.1f} of {total / GIB:.1f} GiB are free now). Choose a smaller size "
-            f"or fewer frames, or end other programs on this GPU. The latents, if there were any, are kept. ({error})"
+            f"{device} ran out of memory ({free / GIB:.1f} of {total / GIB:.1f} GiB are free now). Choose a smaller "
+            "size or fewer frames, or end other programs on this GPU. Latents that were made are kept in the job's "
+            f"folder. ({error})"
         ) from error

@@ -33,7 +33,7 @@ Report = Callable[[str, int, int], None]
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """ "auto": the first CUDA device, else the CPU. Raises RequestError for a device that this machine does not have."""
+    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises RequestError for one that is absent."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -72,9 +72,9 @@ class LocalExecutor:
     def load(self, settings: DenoiseSettings, report: Report) -> None:
         """Bring every part onto the device; what is there already stays. report: part, bytes done, bytes in all."""
         with self._lock:
-            precision = choose_precision(settings, self.device)
-            if self._precision == precision:
+            if self.holds(settings):
                 return
+            precision = choose_precision(settings, self.device)
             if self.folder is None:
                 self._load_folder(report)
             self.transformer = None
@@ -92,10 +92,9 @@ class LocalExecutor:
         self.vae_hash = folder_hash(folder / "vae")
         self.folder = folder
 
-    @property
-    def loaded(self) -> bool:
-        """Whether a request could start at once."""
-        return self._precision is not None
+    def holds(self, settings: DenoiseSettings) -> bool:
+        """Whether a request with these settings could start at once."""
+        return self._precision == choose_precision(settings, self.device)
 
     @property
     def precision(self) -> str | None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,13 @@ class Preset:
     limits: Limits
     sizes: tuple[Size, ...]
     examples: tuple[str, ...] = ()
-    denoise: DenoiseSettings = DenoiseSettings()
-    decode: DecodeSettings = DecodeSettings()
+    denoise: DenoiseSettings = field(default_factory=DenoiseSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
 
     def request(self, **values: Any) -> Request:
-        """A checked request: the preset's defaults, overridden by `values`; None means the default, a seed of -1 a random
-        one. Raises RequestError with the value, the rule and the nearest legal value."""
-        known = {field.name for field in dataclasses.fields(Request)} - {"preset"}
+        """A checked request: the preset's defaults, overridden by `values`; None means the default, a seed of -1 a
+        random one. Raises RequestError with the value, the rule and the nearest legal value."""
+        known = {entry.name for entry in dataclasses.fields(Request)} - {"preset"}
         unknown = sorted(set(values) - known)
         if unknown:
             raise RequestError(f"A request has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
@@ -76,11 +76,12 @@ def _table(cls: type, values: Any, where: str) -> Any:
     """Build a dataclass from a TOML table; unknown and missing keys are refused by name."""
     if not isinstance(values, Mapping):
         raise RequestError(f"{where} must be a table, not {values!r}.")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {entry.name: entry for entry in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise RequestError(f"{where} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(fields))}.")
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    no_default = (dataclasses.MISSING, dataclasses.MISSING)
+    required = {n for n, f in fields.items() if (f.default, f.default_factory) == no_default}
     missing = sorted(required - set(values))
     if missing:
         raise RequestError(f"{where} lacks {', '.join(missing)}.")
@@ -127,7 +128,11 @@ def load_preset(name: str, checkpoint: str | None = None) -> Preset:
     return dataclasses.replace(preset, checkpoint=checkpoint) if checkpoint else preset
 
 
-def preset_from_environment() -> Preset:
-    """ENGINE_PRESET and ENGINE_CHECKPOINT decide; a checkpoint alone means PAN2; with neither it is the small model."""
-    checkpoint = os.environ.get("ENGINE_CHECKPOINT") or None
-    return load_preset(os.environ.get("ENGINE_PRESET") or ("pan2" if checkpoint else "tiny"), checkpoint)
+def preset_from_environment(name: str | None = None, checkpoint: str | None = None) -> Preset:
+    """What was asked for, else what ENGINE_PRESET and ENGINE_CHECKPOINT say.
+
+    A checkpoint alone means PAN2; with nothing said it is the small model.
+    """
+    name = name or os.environ.get("ENGINE_PRESET")
+    checkpoint = checkpoint or os.environ.get("ENGINE_CHECKPOINT") or None
+    return load_preset(name or ("pan2" if checkpoint else "tiny"), checkpoint)

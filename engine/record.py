@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from engine.errors import ResourceError
 from engine.request import Request
@@ -20,8 +22,8 @@ SPARE_BYTES = 200 * 2**20
 FLOAT_BYTES = 4
 
 
-def prepare_folder(folder: Path, request: Request) -> None:
-    """Make the job's folder and write its request. Raises ResourceError if the disk is too full for the job's files."""
+def prepare_folder(folder: Path, request: Request, image: Image.Image | None) -> None:
+    """Make the job's folder, write its request and first frame there. Raises ResourceError if the disk is too full."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = bytes_needed(request), shutil.disk_usage(folder).free
     if free < needed:
@@ -29,6 +31,9 @@ def prepare_folder(folder: Path, request: Request) -> None:
             f"The disk of {folder} has {free / GIB:.2f} GiB free and this video may need {needed / GIB:.2f} GiB. "
             "Delete old videos, or choose another output folder."
         )
+    if image is not None:
+        image.save(folder / "image.png")
+        request = dataclasses.replace(request, image=folder / "image.png")
     write_json(folder / "request.json", request.to_json())
 
 

@@ -1,0 +1,183 @@
+"""The command line: `python -m engine "a red circle moves right" --out out.mp4`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engine.engine import Engine
+from engine.errors import Cancelled, EngineError, RequestError
+from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.preset import Preset, preset_from_environment, preset_names
+from engine.request import Request
+from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shapes import frames_of_seconds
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments; what is left out comes from the preset."""
+    parser = argparse.ArgumentParser("python -m engine", description="Make a video of a prompt.")
+    parser.add_argument("prompt", help="what the video shows, what happens when, how the camera moves")
+    parser.add_argument("--out", type=Path, default=Path("out.mp4"), help="the mp4 to write (default: out.mp4)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file")
+    model.add_argument("--checkpoint", help="a checkpoint folder, or a repository on the Hub")
+    model.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+    video = parser.add_argument_group("video")
+    video.add_argument("--negative", metavar="TEXT", help="what the video should not show")
+    video.add_argument("--image", type=Path, metavar="FILE", help="the first frame")
+    length = video.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, help="its length, taken to the nearest 4n + 1 frames")
+    length.add_argument("--frames", type=int, help="its length in frames, 4n + 1")
+    video.add_argument("--height", type=int, metavar="PIXELS", help="a multiple of 32")
+    video.add_argument("--width", type=int, metavar="PIXELS", help="a multiple of 32")
+    video.add_argument("--seed", type=int, help="-1 draws one")
+    video.add_argument("--steps", type=int)
+    video.add_argument("--guidance", type=float)
+    video.add_argument("--shift", type=float)
+    how = parser.add_argument_group("how")
+    how.add_argument("--precision", help="of the transformer: auto, fp32, bf16")
+    how.add_argument("--decode-path", help="auto, plain, reference")
+    how.add_argument("--decode-precision", help="auto, fp32, bf16, fp16")
+    how.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the latents and all other files of the job here")
+    how.add_argument("--json", action="store_true", help="print the figures as one JSON line on standard output")
+    return parser
+
+
+def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
+    """The checked request that the arguments ask for."""
+    frames = arguments.frames
+    if arguments.seconds is not None:
+        if not 0 < arguments.seconds < 10_000:
+            raise RequestError(f"seconds = {arguments.seconds:g} must be more than 0; the preset's default is 2 or so.")
+        frames = frames_of_seconds(arguments.seconds, preset.fps)
+    decode = {"path": arguments.decode_path, "precision": arguments.decode_precision}
+    return preset.request(
+        prompt=arguments.prompt,
+        negative_prompt=arguments.negative,
+        image=arguments.image,
+        frames=frames,
+        height=arguments.height,
+        width=arguments.width,
+        seed=arguments.seed,
+        steps=arguments.steps,
+        guidance=arguments.guidance,
+        shift=arguments.shift,
+        denoise=DenoiseSettings(arguments.precision) if arguments.precision else None,
+        decode=DecodeSettings.from_dict({key: value for key, value in decode.items() if value}),
+    )
+
+
+def check_out(out: Path) -> None:
+    """Refuse an output that can't be written, before any work."""
+    if out.suffix.lower() != ".mp4":
+        raise RequestError(f"--out {out} must end in .mp4.")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise RequestError(f"--out {out} can't be written: its folder must exist and it must not be a folder itself.")
+
+
+class Progress:
+    """One bar a stage on standard error."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def show(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case StageStarted(stage, total):
+                self.bar = tqdm(total=total, desc=f"{stage:8}", unit="step" if stage == "denoise" else "frame")
+            case StepDone():
+                self.bar.update()
+            case FramesReady(_, frames):
+                self.bar.update(len(frames))
+            case StageEnded(_, seconds):
+                self.bar.set_postfix_str(f"{seconds:.1f} s")
+                self.bar.close()
+            case Warned(text):
+                tqdm.write(f"Warning: {text}", file=sys.stderr)
+
+
+def run(events: Iterator[Event]) -> VideoFinished:
+    """Show events as they come; returns the last one."""
+    progress = Progress()
+    try:
+        for event in events:
+            progress.show(event)
+    finally:
+        if progress.bar is not None:
+            progress.bar.close()
+    assert isinstance(event, VideoFinished)
+    return event
+
+
+def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
+    """Do what the arguments say; returns the figures."""
+    check_out(arguments.out)
+    preset = preset_from_environment(arguments.preset, arguments.checkpoint)
+    request = make_request(arguments, preset)
+    engine = Engine(preset, arguments.device)
+    engine.load(request.denoise)
+    print(
+        f"{preset.title}: {request.frames} frames of {request.width} x {request.height} (width x height), "
+        f"seed {request.seed}, about {engine.estimate(request).total:.0f} s",
+        file=sys.stderr,
+    )
+    with job_folder(arguments) as folder:
+        finished = run(engine.generate(request, folder, cancel))
+        shutil.copyfile(finished.path, arguments.out)
+    print(f"{arguments.out}{' (stopped early)' if finished.partial else ''}", file=sys.stderr)
+    return finished.stats | {"video": str(arguments.out), "partial": finished.partial}
+
+
+@contextmanager
+def job_folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    """A folder for the job's files: the one to keep, or a temporary one, which stays if its latents were not decoded."""
+    if arguments.keep:
+        yield arguments.keep
+        return
+    folder = Path(tempfile.mkdtemp(prefix="pan2-", dir=arguments.out.absolute().parent))
+    try:
+        yield folder
+    except BaseException:
+        if (folder / "latents.safetensors").exists():
+            print(f"The latents are kept: {folder / 'latents.safetensors'}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0: done; 1: failed; 2: bad input; 130: stopped. Anything but 0 leaves one line on standard error."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    given = parser().parse_args(arguments)
+    cancel = threading.Event()
+    # The first Ctrl-C stops within a step or chunk and keeps what is there; the second one ends the program.
+    signal.signal(signal.SIGINT, lambda *_: (cancel.set(), signal.signal(signal.SIGINT, signal.default_int_handler)))
+    try:
+        stats = generate(given, cancel)
+    except (EngineError, KeyboardInterrupt) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        stopped = isinstance(error, (Cancelled, KeyboardInterrupt))
+        return STOPPED if stopped else BAD_INPUT if isinstance(error, RequestError) else FAILED
+    if given.json:
+        print(json.dumps(stats, ensure_ascii=False))
+    return STOPPED if stats["partial"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
