@@ -76,7 +76,7 @@ def stats(notes: dict[str, Any], summary: dict[str, Any], video: Path) -> dict[s
     seconds = {stage["name"]: stage["seconds"] for stage in summary["stages"]}
     steps = (notes.get("request") or {}).get("steps")
     speeds = {
-        "seconds_per_step": round(seconds["denoise"] / steps, 4) if "denoise" in seconds else None,
-        "decode_frames_per_second": round(notes["frames"] / max(seconds["decode"], 1e-9), 2),
+        "seconds_per_step": seconds["denoise"] / steps if "denoise" in seconds else None,
+        "decode_frames_per_second": notes["frames"] / max(seconds["decode"], 1e-9),
     }
     return notes | summary | speeds | {"file_bytes": video.stat().st_size}

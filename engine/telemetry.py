@@ -126,8 +126,8 @@ class Telemetry:
     def summary(self) -> dict:
         """Everything as JSON values."""
         return {
-            "seconds": round(self.elapsed, 3),
-            "seconds_to_first_frame": None if self.first_frame is None else round(self.first_frame, 3),
+            "seconds": self.elapsed,
+            "seconds_to_first_frame": self.first_frame,
             "stages": [asdict(stage) for stage in self.stages],
             "peak_bytes": self._peaks(),
         }
