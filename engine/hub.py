@@ -1,0 +1,260 @@
+"""Where a checkpoint is: a folder, or a repository of the Hugging Face Hub that is fetched once and then kept.
+
+Only configurations, tokenizer files and safetensors are ever fetched; nothing of a repository is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError, EngineError, ResourceError
+from engine.memory import in_words
+from engine.weights import AGAIN, PICKLED, Progress, some
+
+PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+PATTERNS = (
+    *(f"{part}/*.{ending}" for part in ("transformer", "vae", "text_encoder") for ending in ("json", "safetensors")),
+    *(f"tokenizer/*.{ending}" for ending in ("json", "jinja", "txt")),
+    "scheduler/*.json",
+)
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+CHECKSUMS = "SHA256SUMS"
+SMALL = 2**30
+BLOCK = 2**22
+LOCAL = "Give a folder instead: --checkpoint PATH, or ENGINE_CHECKPOINT=PATH."
+
+
+def resolve(checkpoint: str, progress: Progress | None = None) -> Path:
+    """The folder of a checkpoint: `checkpoint` itself, or what the Hub repository of that name ("owner/name") holds.
+
+    Downloads what is not in the local cache, reports it as "download" and then compares it with its hashes. Raises
+    CheckpointError if it can't be had or is incomplete, ResourceError if the disk is too small.
+    """
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        return _check_folder(folder)
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; a checkpoint is a folder with {', '.join(PARTS)} in it.")
+    if not REPOSITORY.fullmatch(checkpoint):
+        raise CheckpointError(
+            f"There is no folder {checkpoint}, and it is not the name of a Hub repository (owner/name) either. {LOCAL}"
+        )
+    return _check_parts(_fetch(checkpoint, progress))
+
+
+def _check_folder(folder: Path) -> Path:
+    _check_parts(folder)
+    listed = [path for path in _listed(folder) if path.is_file()]
+    if sum(path.stat().st_size for path in listed) <= SMALL:
+        verify(folder)
+    return folder
+
+
+def _check_parts(folder: Path) -> Path:
+    absent = [part for part in PARTS if not (folder / part).is_dir()]
+    if not absent:
+        return folder
+    hint = ""
+    if (folder / "config.json").is_file():
+        hint = f" This looks like one of its parts; try {folder.parent}."
+    if (folder / "snapshots").is_dir():
+        hint = " This is the Hub's cache; the checkpoint is the folder below snapshots/."
+    if any(path.suffix in PICKLED for path in folder.iterdir()):
+        hint = " It holds training or pickled files; convert them to diffusers' folder layout in safetensors first."
+    raise CheckpointError(
+        f"{folder} lacks {', '.join(absent)}. A checkpoint is a folder with {', '.join(PARTS)} in it, as diffusers "
+        f"stores them.{hint}"
+    )
+
+
+def _fetch(name: str, progress: Progress | None) -> Path:
+    import huggingface_hub
+
+    try:
+        pending = _pending(name)
+        total = sum(file.file_size or 0 for file in pending)
+        _require_disk(name, total, Path(huggingface_hub.constants.HF_HUB_CACHE))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=list(PATTERNS), tqdm_class=_bar("download", total, progress)
+            )
+        )
+    except EngineError:
+        raise
+    except Exception as error:  # also what its HTTP client raises, which is another one in other versions
+        raise _explain(name, error) from error
+    verify(folder, progress, [folder / file.filename for file in pending])
+    return folder
+
+
+def _pending(name: str) -> list[Any]:
+    """Files that a download would fetch (`.filename`, `.file_size`). Empty where the Hub can't be asked: then the cache
+    alone decides, and `snapshot_download` says why it could not be asked."""
+    import huggingface_hub
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        files = huggingface_hub.snapshot_download(name, allow_patterns=list(PATTERNS), dry_run=True, tqdm_class=_bar())
+    except DryRunError:
+        return []
+    return [file for file in files if file.will_download]
+
+
+def _require_disk(name: str, needed: int, cache: Path) -> None:
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ResourceError(
+            f"Downloading {name} needs {in_words(needed)} and the disk of {cache} has {in_words(free)} free. Free some "
+            f"space, or set HF_HOME to a folder on a larger disk. {LOCAL}"
+        )
+
+
+def _bar(part: str = "", total: int = 0, progress: Progress | None = None) -> type:
+    """A progress bar class for huggingface_hub that draws nothing and reports the bytes that have arrived.
+
+    The library keeps several bars of bytes (received, written); the one that is furthest counts.
+    """
+    from tqdm import tqdm
+
+    best = 0
+
+    class Reporter(tqdm):
+        monitor_interval = 0  # no thread to watch a bar that nobody sees
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.counts_bytes = options.get("unit") == "B"
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "file": io.StringIO(), "mininterval": 0.2})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal best
+            drawn = super().update(n)
+            if progress and total and self.counts_bytes and self.n > best:
+                best = min(int(self.n), total)
+                progress(part, best, total)
+            return drawn
+
+    return Reporter
+
+
+def _explain(name: str, error: Exception) -> EngineError:
+    """A download's failure in words, with what to do about it."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    page = f"https://huggingface.co/{name}"
+    if isinstance(error, OSError) and error.errno == 28:
+        return ResourceError(f"The disk is full and {name} is not complete. Free some space and start again.")
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        return _explain(name, error.__cause__)
+    if isinstance(error, errors.DisabledRepoError):
+        return CheckpointError(f"The Hub has disabled access to {name}. {LOCAL}")
+    if isinstance(error, errors.GatedRepoError) or (
+        status in (401, 403) and not isinstance(error, errors.RepositoryNotFoundError)
+    ):
+        return CheckpointError(
+            f"The Hub does not let you read {name} ({_brief(error)}). Accept its licence at {page}, make a token with "
+            f"read access and set HF_TOKEN to it (or run `hf auth login`). {LOCAL}"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError | errors.HFValidationError):
+        return CheckpointError(
+            f"There is no folder and no Hub repository {name} that can be read. Check the name; if it is private, set "
+            f"HF_TOKEN to a token that may read it. {LOCAL}"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return CheckpointError(_offline(name, error))
+    if status == 429:
+        return CheckpointError(f"The Hub asks for a pause before {name} ({_brief(error)}). Wait, or set HF_TOKEN.")
+    return CheckpointError(
+        f"{name} could not be downloaded ({_brief(error)}). Try again; what has arrived is kept. {LOCAL}"
+    )
+
+
+def _offline(name: str, error: Exception) -> str:
+    import huggingface_hub
+
+    what = "is incomplete in the local cache" if hasattr(error, "snapshot_path") else "is not in the local cache"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"{name} {what} and HF_HUB_OFFLINE forbids to fetch it. Unset HF_HUB_OFFLINE. {LOCAL}"
+    cause = error.__cause__ or error
+    return f"{name} {what} and the Hub can't be reached ({_brief(cause)}). Check the connection and try again. {LOCAL}"
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of a library's message, without the advice below it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def verify(folder: Path | str, progress: Progress | None = None, files: Iterable[Path] | None = None) -> int:
+    """Compare files of a checkpoint with their known hashes: `files`, or all that have one. Returns how many it were.
+
+    Hashes come from a SHA256SUMS file in the folder and from the names that the Hub's cache gives to files. Reported as
+    "verify". Raises CheckpointError that names the files that are missing or damaged.
+    """
+    known = _listed(Path(folder)) | _cached(Path(folder))
+    chosen = known if files is None else {path: known[path] for path in files if path in known}
+    absent = [str(path) for path in chosen if not path.is_file()]
+    if absent:
+        raise CheckpointError(f"{len(absent)} files of {folder} are missing: {some(absent)}. Download them again.")
+    done, total = 0, sum(path.stat().st_size for path in chosen)
+    for path, expected in chosen.items():
+        digest = _new_digest(path, expected)
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                done += len(block)
+                if progress:
+                    progress("verify", done, total)
+        if digest.hexdigest() != expected:
+            raise CheckpointError(f"{path} is damaged: its bytes do not have the hash {expected}. {_cure(path)}")
+    return len(chosen)
+
+
+def _new_digest(path: Path, expected: str) -> Any:
+    """SHA-256, or for the 40 digits of a small file of the Hub what git calls it."""
+    if len(expected) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+
+
+def _cure(path: Path) -> str:
+    if path.is_symlink():
+        return f"Delete {path.resolve()} and start again to download it."
+    return AGAIN
+
+
+def _listed(folder: Path) -> dict[Path, str]:
+    """What SHA256SUMS promises, in the format of sha256sum; nothing where there is no such file."""
+    listing = folder / CHECKSUMS
+    if not listing.is_file():
+        return {}
+    lines = [line.split(maxsplit=1) for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not all(len(line) == 2 and re.fullmatch("[0-9a-f]{64}", line[0]) for line in lines):
+        raise CheckpointError(f"{listing} must hold lines of a SHA-256 and a file name, as sha256sum writes them.")
+    return {folder / name.strip().removeprefix("*"): digest for digest, name in lines}
+
+
+def _cached(folder: Path) -> dict[Path, str]:
+    """In the Hub's cache a file is a link to a blob that is named by its hash."""
+    links = (path for part in PARTS for path in sorted((folder / part).glob("*")) if path.is_symlink())
+    names = {path: os.path.basename(os.readlink(path)) for path in links}
+    return {path: name for path, name in names.items() if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name)}
+
+
+def write_checksums(folder: Path | str) -> Path:
+    """Write SHA256SUMS for the parts of a checkpoint, so that `resolve` finds out about damage. Returns its path."""
+    folder = Path(folder)
+    files = sorted(path for part in PARTS for path in (folder / part).rglob("*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    listing = folder / CHECKSUMS
+    listing.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()), encoding="utf-8")
+    return listing
