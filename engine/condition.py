@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from engine.errors import EngineError, RequestError
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 MAX_PIXELS = 80_000_000
 _ADVICE = "Give a still picture as PNG, JPEG or WebP."
 
@@ -24,40 +25,44 @@ def open_image(source: str | Path | BinaryIO | Image.Image) -> Image.Image:
     than `FORMATS`, without pixels or larger than `MAX_PIXELS`.
     """
     if isinstance(source, Image.Image):
-        return _decode(source, "The picture")
-    name = f"The picture {getattr(source, 'name', source)}"
+        return _read(lambda: nullcontext(source), "The picture")
+    Image.init()
+    # Named, because Pillow would also try kinds that run other programs (EPS); AVIF is not in every Pillow.
+    formats = [kind for kind in FORMATS if kind in Image.OPEN]
+    name = f"The picture {source}" if isinstance(source, (str, Path)) else "The picture"
+    return _read(lambda: Image.open(source, formats=formats), name)
+
+
+def _read(opened: Callable[[], AbstractContextManager[Image.Image]], name: str) -> Image.Image:
+    """Open and decode, with everything that can go wrong in words."""
     try:
-        # Formats are named because Pillow would also try some that run other programs (EPS).
-        with Image.open(source, formats=FORMATS) as image:
-            return _decode(image, name)
+        with opened() as image:
+            _check_kind(image, name)
+            return to_rgb(ImageOps.exif_transpose(image))
+    except RequestError:
+        raise
     except UnidentifiedImageError as error:
-        raise RequestError(f"{name} is none of {', '.join(FORMATS)}. {_ADVICE}") from error
+        raise RequestError(f"{name} is none of {', '.join(FORMATS)}, or broken. {_ADVICE}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestError(f"{name} has more than {MAX_PIXELS} pixels. Make it smaller first.") from error
     except FileNotFoundError as error:
         raise RequestError(f"{name} does not exist. Check the path.") from error
-    except OSError as error:
-        raise RequestError(f"{name} can't be read ({error}). {_ADVICE}") from error
+    except (
+        Exception
+    ) as error:  # Pillow raises whatever the broken bytes lead to: struct.error, SyntaxError, EOFError, ...
+        raise RequestError(f"{name} can't be read ({error}). Save it again, or give another one.") from error
 
 
-def _decode(image: Image.Image, name: str) -> Image.Image:
+def _check_kind(image: Image.Image, name: str) -> None:
     width, height = image.size
     if not width or not height:
         raise RequestError(f"{name} is {width} x {height} and so has no pixels. {_ADVICE}")
     if width * height > MAX_PIXELS:
         raise RequestError(f"{name} is {width} x {height}; at most {MAX_PIXELS} pixels are taken. Make it smaller.")
-    try:
-        # Phones store a preview as a second picture in an MPO file; that is no animation.
-        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-        if frames > 1:
-            raise RequestError(f"{name} holds {frames} frames or pages and one is needed. {_ADVICE}")
-        return to_rgb(ImageOps.exif_transpose(image))
-    except RequestError:
-        raise
-    except (
-        Exception
-    ) as error:  # Pillow raises whatever the broken bytes lead to: struct.error, SyntaxError, EOFError, ...
-        raise RequestError(f"{name} is broken: {error}. Save it again, or give another one.") from error
+    # Phones store a preview as a second picture in a JPEG (kind MPO); that is no animation.
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise RequestError(f"{name} holds {frames} frames or pages and one is needed. {_ADVICE}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
