@@ -145,7 +145,7 @@ def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
 
 @contextmanager
 def job_folder(arguments: argparse.Namespace) -> Iterator[Path]:
-    """A folder for the job's files: the one to keep, or a temporary one, which stays if its latents were not decoded."""
+    """A folder for the job's files: the one to keep, or a temporary one that stays if its latents were not decoded."""
     if arguments.keep:
         yield arguments.keep
         return

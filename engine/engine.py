@@ -19,19 +19,24 @@ import torch
 from engine import estimate as cost
 from engine import record
 from engine.condition import make_condition, open_image
-from engine.errors import BusyError, Cancelled, EngineError, ResourceError
+from engine.errors import BusyError, Cancelled, EngineError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
 from engine.latents import load_latents, save_latents
+from engine.memory import in_words, memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
-from engine.telemetry import GIB, Telemetry
+from engine.telemetry import Telemetry
 from engine.video import VideoWriter
 
+ADVICE = (
+    "Choose a smaller size or fewer frames, or end other programs that use it. Latents that were made are kept in the "
+    "job's folder."
+)
 T = TypeVar("T")
 Run = Generator[Event, None, T]
 
@@ -69,7 +74,7 @@ class Engine:
         with (
             self._exclusive(),
             Telemetry(self.executor.device) as telemetry,
-            _out_of_memory_in_words(self.executor.device),
+            memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             record.prepare_folder(folder, request, image)
             yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
@@ -90,7 +95,7 @@ class Engine:
         with (
             self._exclusive(),
             Telemetry(self.executor.device) as telemetry,
-            _out_of_memory_in_words(self.executor.device),
+            memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             folder.mkdir(parents=True, exist_ok=True)
             yield from self._stage(telemetry, "load", self.load)
@@ -132,10 +137,10 @@ class Engine:
         return {
             "Model": f"{self.preset.title}: {self.preset.about}",
             "Checkpoint": self.preset.checkpoint,
-            **(self.executor.info.summary() if self.executor.folder else {}),
+            **self._parts(),
             "Device": self.executor.device_name(),
-            "Transformer": f"{choose_precision(self.preset.denoise, device)}, PyTorch operations",
-            "Decoder": f"{path}, {precision}: {reason}",
+            "Denoising": f"{choose_precision(self.preset.denoise, device)}, PyTorch operations",
+            "Decoding": f"{path}, {precision}: {reason}",
             **{name: str(value) for name, value in self.executor.versions().items()},
         }
 
@@ -245,6 +250,14 @@ class Engine:
         tokens = {"prompt": texts[0].tokens, "negative_prompt": texts[1].tokens if texts[1] else None}
         return {"request": request.to_json(), "tokens": tokens} | self._machine()
 
+    def _parts(self) -> dict[str, str]:
+        if self.executor.folder is None:
+            return {}
+        return {
+            part.name.replace("_", " ").capitalize(): f"{part.kind}, {part.parameters / 1e6:,.1f} M parameters"
+            for part in self.executor.info.parts
+        }
+
     def _machine(self) -> dict[str, Any]:
         return {
             "preset": self.preset.name,
@@ -264,12 +277,8 @@ class Engine:
         self._rates = dataclasses.replace(self._rates, voxels=voxels / seconds)
 
     def _report(self, part: str, done: int, total: int) -> None:
-        of = (
-            f"{done / GIB:.1f} of {total / GIB:.1f} GiB"
-            if total > GIB
-            else f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
-        )
-        self._readiness = Readiness("loading", f"Loading {self.preset.title}, {part}: {of}.", done, total)
+        words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."
+        self._readiness = Readiness("loading", words, done, total)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -279,17 +288,3 @@ class Engine:
             yield
         finally:
             self._busy.release()
-
-
-@contextmanager
-def _out_of_memory_in_words(device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        raise ResourceError(
-            f"{device} ran out of memory ({free / GIB:.1f} of {total / GIB:.1f} GiB are free now). Choose a smaller "
-            "size or fewer frames, or end other programs on this GPU. Latents that were made are kept in the job's "
-            f"folder. ({error})"
-        ) from error

@@ -33,7 +33,7 @@ Report = Callable[[str, int, int], None]
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises RequestError for one that is absent."""
+    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises RequestError for an absent one."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

@@ -67,13 +67,14 @@ def require_memory(what: str, needed: int, device: torch.device, hint: str) -> N
 
 
 @contextmanager
-def memory_in_words(what: str, needed: int, device: torch.device, hint: str) -> Iterator[None]:
-    """Turns a failed allocation inside into a ResourceError that says what was needed and what is free."""
+def memory_in_words(what: str, needed: int | None, device: torch.device, hint: str) -> Iterator[None]:
+    """Turns a failed allocation inside into a ResourceError that says what was needed, if known, and what is free."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _REFUSALS):
             raise
         free = free_memory(device)
-        rest = "" if free is None else f" and {in_words(free)} are free"
-        raise ResourceError(f"{what} does not fit on {device}: it needs {in_words(needed)}{rest}. {hint}") from error
+        facts = [f"it needs {in_words(needed)}"] if needed is not None else []
+        facts += [f"{in_words(free)} are free"] if free is not None else []
+        raise ResourceError(f"{what} does not fit on {device}: {' and '.join(facts)}. {hint}") from error

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from engine.errors import ResourceError
+from engine.memory import in_words
 from engine.request import Request
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
-from engine.telemetry import GIB
 
 # H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
 VIDEO_SHARE = 0.2
@@ -28,7 +28,7 @@ def prepare_folder(folder: Path, request: Request, image: Image.Image | None) ->
     needed, free = bytes_needed(request), shutil.disk_usage(folder).free
     if free < needed:
         raise ResourceError(
-            f"The disk of {folder} has {free / GIB:.2f} GiB free and this video may need {needed / GIB:.2f} GiB. "
+            f"The disk of {folder} has {in_words(free)} free and this video may need {in_words(needed)}. "
             "Delete old videos, or choose another output folder."
         )
     if image is not None:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 import psutil
 import torch
 
-GIB = 2**30
 SAMPLE_SECONDS = 0.2
 
 
