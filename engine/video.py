@@ -2,8 +2,9 @@
 
 Two ffmpeg processes a job get the same raw frames once. One writes fragments with little delay, the other a smaller
 file of better quality. In one process with two outputs the live file gets its last frame only after the final encoder
-has ended, seconds late on two cores. One frame a fragment costs about 90 bytes a frame and starts to play after frame
-2; fragments of 250 ms start after frame 7 and hold up to six frames back while the decoder works on the next chunk.
+has ended: 6 to 8 seconds late for 97 frames of 1248 x 704 on two busy cores, against 0.02 with two. One frame a
+fragment costs about 90 bytes a frame and starts to play after frame 2; fragments of 250 ms start after frame 7 and
+hold up to six frames back while the decoder works on the next chunk.
 """
 
 from __future__ import annotations
