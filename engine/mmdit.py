@@ -5,8 +5,9 @@ the RoPE tables, all modulations and the condition's share of the patch embeddin
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class MMDiTConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     @classmethod
-    def read(cls, values: dict) -> "MMDiTConfig":
+    def read(cls, values: dict[str, Any]) -> "MMDiTConfig":
         """From the content of a config.json; its private keys (`_class_name`, ...) are ignored.
 
         Raises ValueError, naming value, rule and fix, for unknown keys and for what can't be built.
@@ -66,14 +67,23 @@ class MMDiTConfig:
         return config
 
 
-def _problems(c: MMDiTConfig):
-    for f in fields(c):
-        value = getattr(c, f.name)
-        numbers = value if isinstance(value, tuple) else (value,)
-        kinds = (int,) if isinstance(f.default, int | tuple) else (int, float)
-        if not all(isinstance(n, kinds) and not isinstance(n, bool) and n > 0 for n in numbers):
-            yield f"{f.name} is {value!r}, it must be positive and {' or '.join(k.__name__ for k in kinds)}"
-            return
+def _problems(c: MMDiTConfig) -> Iterator[str]:
+    """What can't be built, in words. Sizes are looked at first: the other rules calculate with them."""
+    malformed = [text for f in fields(c) if (text := _malformed(f.name, getattr(c, f.name), f.default))]
+    yield from malformed or _contradictions(c)
+
+
+def _malformed(name: str, value: Any, example: Any) -> str | None:
+    kind = float if isinstance(example, float) else int
+    count = len(example) if isinstance(example, tuple) else 1
+    numbers = value if isinstance(value, tuple) else (value,)
+    whole = all(type(n) is int or type(n) is kind for n in numbers)
+    if whole and isinstance(value, tuple) == isinstance(example, tuple) and len(numbers) == count:
+        return None if all(0 < n < float("inf") for n in numbers) else f"{name} is {value}, it must be positive"
+    return f"{name} is {value!r}, it must be {f'{count} values of type ' if count > 1 else ''}{kind.__name__}"
+
+
+def _contradictions(c: MMDiTConfig) -> Iterator[str]:
     if c.patch_size != (1, 2, 2):
         yield f"patch_size is {c.patch_size}, only (1, 2, 2) is supported"
     if c.in_channels != 2 * c.out_channels + 1:
@@ -81,10 +91,10 @@ def _problems(c: MMDiTConfig):
             f"in_channels is {c.in_channels}, it must be 2 * out_channels + 1 = {2 * c.out_channels + 1} "
             f"(latents, condition, mask)"
         )
-    if len(c.rope_axes_dim) != 3 or sum(c.rope_axes_dim) != c.attention_head_dim:
+    if sum(c.rope_axes_dim) != c.attention_head_dim:
         yield (
-            f"rope_axes_dim is {c.rope_axes_dim}, three widths that add up to attention_head_dim = "
-            f"{c.attention_head_dim} are needed, these add up to {sum(c.rope_axes_dim)}"
+            f"rope_axes_dim is {c.rope_axes_dim}, which adds up to {sum(c.rope_axes_dim)}; it must add up to "
+            f"attention_head_dim = {c.attention_head_dim}"
         )
     if any(width % 2 for width in c.rope_axes_dim):
         yield f"rope_axes_dim is {c.rope_axes_dim}, every width must be even: RoPE turns pairs"
@@ -134,7 +144,7 @@ class PAN2Transformer3DModel(nn.Module):
         self.norm_out = AdaNorm(dim, 2)
         self.proj_out = nn.Linear(dim, c.out_channels * 4)
         self._schedules: OrderedDict[tuple, tuple[list[Tensor], Tensor]] = OrderedDict()
-        self.register_load_state_dict_post_hook(lambda model, _: model.forget_schedules())
+        self.register_load_state_dict_post_hook(_forget_schedules)
         self.init_weights()
 
     @property
@@ -145,8 +155,18 @@ class PAN2Transformer3DModel(nn.Module):
     def device(self) -> torch.device:
         return self.x_embedder.weight.device
 
+    def cast(self, dtype: torch.dtype) -> "PAN2Transformer3DModel":
+        """As `to(dtype)`, but `norm1.linear` becomes or stays float32, as in the release."""
+        for name, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if ".norm1.linear." in name else dtype)
+        return self
+
     def init_weights(self) -> None:
-        """Xavier for linears, zero biases; zero for modulations and output, so that every block begins as identity."""
+        """Xavier for linears, zero biases, norms one; zero for modulations and output.
+
+        So gates are zero and every block begins as the identity, the usual start of a diffusion transformer; the time
+        embedding and the text's type embedding get a deviation of 0.02. On meta nothing is drawn.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -214,17 +234,16 @@ class PAN2Transformer3DModel(nn.Module):
         """
         self._check(condition, self.config.out_channels + 1, "condition")
         self._check_text(text_embeddings, len(condition))
-        latents_in = self.config.out_channels
-        weight = self.x_embedder.weight[:, latents_in:].flatten(1)
+        weight = self.x_embedder.weight[:, self.config.out_channels :].flatten(1)
         share = F.linear(patchify(condition.to(self.device, self.dtype)), weight, self.x_embedder.bias)
         blocks, out = self.modulations(sigmas)
         return Prepared(
             text=self.refine(text_embeddings.to(self.device)),
-            condition=share,
+            condition=share.to(self.dtype),
             rope=self.rope(condition.shape),
             blocks=blocks,
             out=out,
-            latent_shape=(len(condition), latents_in, *condition.shape[2:]),
+            latent_shape=(len(condition), self.config.out_channels, *condition.shape[2:]),
             sigmas=tuple(sigmas),
         )
 
@@ -249,7 +268,9 @@ class PAN2Transformer3DModel(nn.Module):
 
         `norm1.linear` passes over the compute device one block at a time.
         """
-        key = (tuple(sigmas), self.device, self.dtype)
+        if not sigmas or not all(0 <= sigma <= 1 for sigma in sigmas):
+            raise ValueError(f"sigmas are {list(sigmas)}; at least one is needed, each in 0..1 (timestep / 1000)")
+        key = (tuple(sigmas), self.device, self.dtype, self._modulation_weights())
         if key not in self._schedules:
             # float32 as in `forward`, where t is a float32 tensor: a rounding of t is visible in its sinusoids
             t = 1000 * torch.tensor(sigmas, dtype=torch.float32, device=self.device)
@@ -260,8 +281,17 @@ class PAN2Transformer3DModel(nn.Module):
             self._schedules.popitem(last=False)
         return self._schedules[key]
 
+    def _modulation_weights(self) -> tuple[tuple[int, int], ...]:
+        """Where the weights behind the modulations lie and how often each was changed in place.
+
+        Training, moving or replacing weights gives another value, so nothing stale is found.
+        """
+        modules = (self.time_embedder, self.norm_out, *(b.norm1 for b in self.transformer_blocks))
+        weights = (p for module in modules for p in module.parameters())
+        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights)
+
     def forget_schedules(self) -> None:
-        """Drop all kept modulations. Needed after weights changed in another way than by `load_state_dict`."""
+        """Drop all kept modulations: to free their memory, or after a write through `.data`, which leaves no trace."""
         self._schedules.clear()
 
     def _check(self, x: Tensor, channels: int, name: str) -> None:
@@ -280,6 +310,10 @@ class PAN2Transformer3DModel(nn.Module):
                 f"the text embedding has shape {list(text.shape)}, [{batch}, tokens, {width}] is needed: "
                 f"the same batch as the latents, at least one token, text_embed_dim = {width}"
             )
+
+
+def _forget_schedules(model: PAN2Transformer3DModel, _: Any) -> None:
+    model.forget_schedules()
 
 
 def patchify(x: Tensor) -> Tensor:
