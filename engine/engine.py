@@ -228,6 +228,7 @@ class Engine:
                 for chunk in self.executor.decode(latents, settings, cancel):
                     telemetry.frame_arrived()
                     writer.write(chunk.frames)
+                    record.keep_thumbnail(writer.path.parent, chunk.frames, writer.written, frames)
                     yield FramesReady(chunk.start, chunk.frames, frames)
             except Cancelled:
                 if not writer.written:

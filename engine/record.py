@@ -15,6 +15,7 @@ from engine.errors import ResourceError
 from engine.memory import in_words
 from engine.request import Request
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.video import thumbnail
 
 # H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
 VIDEO_SHARE = 0.2
@@ -49,6 +50,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
     part.rename(path)
+
+
+def keep_thumbnail(folder: Path, frames: Any, written: int, total: int) -> None:
+    """Write thumbnail.jpg of the first chunk, and once more when the middle of the video has come. frames: uint8
+    [t, height, width, 3], the newest ones; written: frames so far; total: frames of the whole video."""
+    middle = total // 2 - (written - len(frames))
+    if written == len(frames) or 0 <= middle < len(frames):
+        thumbnail(frames[min(max(middle, 0), len(frames) - 1)], folder / "thumbnail.jpg")
 
 
 def video_size(latents: torch.Tensor) -> tuple[int, int, int]:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.preset import Defaults, Preset, Size
+from engine.request import Limits
 from tests.toy import write_toy_checkpoint
 
 
@@ -11,3 +13,19 @@ from tests.toy import write_toy_checkpoint
 def toy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny complete checkpoint in the released layout. Shared: copy it before changing it."""
     return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / "checkpoint")
+
+
+@pytest.fixture
+def toy_preset(toy_checkpoint: Path) -> Preset:
+    """A preset of the toy checkpoint: 64 x 96 (height x width), 9 frames, 2 steps."""
+    defaults = Defaults(height=64, width=96, frames=9, steps=2, shift=9.0, guidance=2.5, prompt="a red circle")
+    return Preset(
+        name="toy",
+        title="Toy",
+        about="Random weights.",
+        checkpoint=str(toy_checkpoint),
+        fps=24,
+        defaults=defaults,
+        limits=Limits(steps=8, frames=41, pixels=128 * 128, volume=128 * 128 * 41),
+        sizes=(Size("landscape", 64, 96),),
+    )

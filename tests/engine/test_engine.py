@@ -1,0 +1,210 @@
+"""The whole path on a toy checkpoint: prompt in, checked mp4 out, in the order that the events promise."""
+
+import dataclasses
+import hashlib
+import json
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.engine import Engine
+from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, ResourceError
+from engine.events import FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.latents import load_latents
+from engine.settings import DecodeSettings
+from engine.video import probe, read_settings
+
+
+@pytest.fixture
+def engine(toy_preset):
+    made = Engine(toy_preset, "cpu")
+    yield made
+    made.close()
+
+
+def run(events):
+    """All events, and the hash of all frames."""
+    seen, digest = [], hashlib.sha256()
+    for event in events:
+        if isinstance(event, FramesReady):
+            digest.update(np.ascontiguousarray(event.frames).tobytes())
+        seen.append(event)
+    return seen, digest.hexdigest()
+
+
+def generate(engine, folder, cancel=None, **values):
+    return run(engine.generate(engine.preset.request(**values), folder, cancel))
+
+
+def test_the_path_from_prompt_to_file(engine, tmp_path):
+    events, _ = generate(engine, tmp_path / "job")
+    assert [event.stage for event in events if isinstance(event, StageStarted)] == [
+        "load",
+        "text",
+        "denoise",
+        "decode",
+        "file",
+    ]
+    assert [(event.step, event.steps) for event in events if isinstance(event, StepDone)] == [(1, 2), (2, 2)]
+    frames = [event for event in events if isinstance(event, FramesReady)]
+    assert [(event.start, len(event.frames), event.total) for event in frames] == [(0, 1, 9), (1, 8, 9)]
+    finished = events[-1]
+    assert isinstance(finished, VideoFinished) and not finished.partial
+    info = probe(finished.path)
+    assert (info.frames, info.height, info.width, info.fps) == (9, 64, 96, 24)
+    assert {path.name for path in (tmp_path / "job").iterdir()} == {
+        "request.json",
+        "latents.safetensors",
+        "live.mp4",
+        "video.mp4",
+        "thumbnail.jpg",
+        "stats.json",
+    }
+
+
+def test_the_figures_add_up(engine, tmp_path):
+    events, _ = generate(engine, tmp_path, seed=7)
+    stats = events[-1].stats
+    assert json.loads((tmp_path / "stats.json").read_text()) == json.loads(json.dumps(stats))
+    assert [stage["name"] for stage in stats["stages"]] == ["load", "text", "denoise", "decode", "file"]
+    assert sum(stage["seconds"] for stage in stats["stages"]) <= stats["seconds"]
+    decode = stats["stages"][3]
+    assert decode["started"] <= stats["seconds_to_first_frame"] <= decode["started"] + decode["seconds"]
+    assert stats["peak_bytes"]["host"] > 0 and stats["file_bytes"] == (tmp_path / "video.mp4").stat().st_size
+    assert stats["request"]["seed"] == 7 and stats["decode"]["path"] == "plain" and stats["decode"]["reason"]
+    assert stats["decode_frames_per_second"] == pytest.approx(9 / decode["seconds"])
+    saved = load_latents(tmp_path / "latents.safetensors")
+    assert saved.metadata["sha256"] == stats["latents_sha256"]
+    assert saved.metadata["vae_sha256"] == stats["vae_sha256"]
+
+
+def test_the_video_says_how_it_was_made(engine, tmp_path):
+    generate(engine, tmp_path, prompt='a "quoted" = ä; prompt', seed=9)
+    settings = read_settings(tmp_path / "video.mp4")
+    assert settings["request"]["prompt"] == 'a "quoted" = ä; prompt'
+    assert settings["request"]["seed"] == 9
+    assert str(tmp_path) not in json.dumps(settings)
+
+
+def test_one_seed_gives_the_same_bytes_and_another_does_not(engine, tmp_path):
+    hashes = [generate(engine, tmp_path / str(i), seed=seed)[1] for i, seed in enumerate((5, 5, 6))]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_prompt_and_first_frame_reach_the_video(engine, tmp_path):
+    Image.new("RGB", (200, 100), (220, 30, 40)).save(tmp_path / "red.png")
+    plain = generate(engine, tmp_path / "a", prompt="a red circle")[1]
+    other = generate(engine, tmp_path / "b", prompt="a blue square")[1]
+    events, framed = generate(engine, tmp_path / "c", prompt="a red circle", image=tmp_path / "red.png")
+    assert len({plain, other, framed}) == 3
+    assert "image" in [event.stage for event in events if isinstance(event, StageStarted)]
+    kept = json.loads((tmp_path / "c" / "request.json").read_text())["image"]
+    assert Image.open(kept).size == (200, 100)
+
+
+def test_guidance_of_one_runs_one_branch(engine, tmp_path, monkeypatch):
+    engine.load()
+    texts = []
+    encode = engine.executor.encode_prompt
+    monkeypatch.setattr(engine.executor, "encode_prompt", lambda prompt: texts.append(prompt) or encode(prompt))
+    generate(engine, tmp_path, guidance=1.0, negative_prompt="blue")
+    assert texts == ["a red circle"]
+
+
+def test_decoding_again_from_the_file_gives_the_same_frames(engine, tmp_path):
+    first = generate(engine, tmp_path / "a")[1]
+    latents = tmp_path / "a" / "latents.safetensors"
+    events, again = run(engine.decode(latents, DecodeSettings(), tmp_path / "b"))
+    assert first == again and events[-1].path == tmp_path / "b" / "video.mp4"
+    reference = run(engine.decode(latents, DecodeSettings(path="reference"), tmp_path / "c"))[0][-1]
+    assert reference.stats["decode"]["path"] == "reference"
+
+
+def test_a_stop_while_denoising_ends_within_a_step(engine, tmp_path):
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        for event in engine.generate(engine.preset.request(steps=8), tmp_path, cancel):
+            assert not isinstance(event, StepDone) or event.step == 1
+            if isinstance(event, StepDone):
+                cancel.set()
+    assert not (tmp_path / "video.mp4").exists()
+    assert isinstance(generate(engine, tmp_path / "next")[0][-1], VideoFinished)
+
+
+def test_a_stop_while_decoding_keeps_what_is_there(engine, tmp_path):
+    cancel = threading.Event()
+    events = []
+    for event in engine.generate(engine.preset.request(frames=41), tmp_path, cancel):
+        events.append(event)
+        if isinstance(event, FramesReady) and event.start > 0:
+            cancel.set()
+    finished = events[-1]
+    assert finished.partial and finished.stats["frames"] == 17
+    assert probe(finished.path).frames == 17
+
+
+def test_a_busy_engine_refuses_in_words(engine, tmp_path):
+    running = engine.generate(engine.preset.request(), tmp_path / "a")
+    next(running)
+    with pytest.raises(BusyError, match="another video"):
+        next(engine.generate(engine.preset.request(), tmp_path / "b"))
+    running.close()
+    assert isinstance(generate(engine, tmp_path / "c")[0][-1], VideoFinished)
+
+
+def test_bad_requests_are_refused_before_any_work(engine, tmp_path):
+    request = dataclasses.replace(engine.preset.request(), frames=10**6)
+    with pytest.raises(RequestError, match="1000000"):
+        next(engine.generate(request, tmp_path / "job"))
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG not really")
+    with pytest.raises(RequestError):
+        next(engine.generate(engine.preset.request(image=tmp_path / "broken.png"), tmp_path / "job"))
+    assert not (tmp_path / "job").exists() and engine.readiness().state == "idle"
+
+
+def test_a_full_disk_is_an_error_before_the_work(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.record.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**6})())
+    with pytest.raises(ResourceError, match="free"):
+        next(engine.generate(engine.preset.request(), tmp_path))
+    assert engine.readiness().state == "idle"
+
+
+def test_a_long_prompt_is_cut_with_a_warning(engine, tmp_path):
+    events, _ = generate(engine, tmp_path, prompt="red " * 1600)
+    assert any(isinstance(event, Warned) and "1536" in event.text for event in events)
+
+
+def test_a_missing_checkpoint_fails_in_words_and_can_be_mended(toy_preset, toy_checkpoint, tmp_path):
+    engine = Engine(dataclasses.replace(toy_preset, checkpoint=str(tmp_path / "later")), "cpu")
+    with pytest.raises(CheckpointError, match="later"):
+        generate(engine, tmp_path / "a")
+    assert engine.readiness().state == "failed" and "later" in engine.readiness().text
+    (tmp_path / "later").symlink_to(toy_checkpoint)
+    assert isinstance(generate(engine, tmp_path / "b")[0][-1], VideoFinished)
+    assert engine.readiness().state == "ready"
+
+
+def test_estimates_come_from_measured_rates(engine, tmp_path):
+    request = engine.preset.request()
+    assert engine.estimate(request) is None
+    engine.load()
+    short, long = engine.estimate(request), engine.estimate(dataclasses.replace(request, steps=8))
+    assert long.denoise == pytest.approx(4 * short.denoise) and long.decode == short.decode > 0
+    events, _ = generate(engine, tmp_path)
+    denoise = next(event.seconds for event in events if isinstance(event, StageEnded) and event.stage == "denoise")
+    assert engine.estimate(request).denoise == pytest.approx(denoise)
+
+
+def test_about_names_model_device_and_decoder(engine):
+    engine.load()
+    about = engine.about()
+    assert about["Model"].startswith("Toy") and "CPU" in about["Device"] and "plain" in about["Decoding"]
+    assert "parameters" in about["Transformer"]
+
+
+def test_a_device_that_is_absent_is_refused(toy_preset):
+    for name, words in (("cuda:99", "GPU|devices"), ("tpu", "not known|not supported"), ("mps", "not supported")):
+        with pytest.raises(RequestError, match=words):
+            Engine(toy_preset, name)

@@ -1,0 +1,102 @@
+"""The command line: what it writes, its exit codes, and one clear line on bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from engine.__main__ import main
+from engine.video import probe
+
+TOML = """
+title = "Toy"
+about = "Random weights."
+checkpoint = "{checkpoint}"
+fps = 24
+
+[defaults]
+height = 64
+width = 96
+frames = 9
+steps = 2
+shift = 9.0
+guidance = 2.5
+
+[limits]
+steps = 100
+frames = 97
+pixels = 16384
+volume = 1589248
+"""
+
+
+@pytest.fixture
+def preset(toy_checkpoint, tmp_path):
+    path = tmp_path / "toy.toml"
+    path.write_text(TOML.format(checkpoint=toy_checkpoint))
+    return str(path)
+
+
+def test_a_video_and_its_figures(preset, tmp_path, capsys):
+    out = tmp_path / "out.mp4"
+    code = main(["a red circle", "--preset", preset, "--seconds", "0.2", "--seed", "7", "--out", str(out), "--json"])
+    assert code == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["request"]["seed"] == 7 and stats["video"] == str(out) and not stats["partial"]
+    assert (probe(out).frames, probe(out).height, probe(out).width) == (5, 64, 96)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.mp4", "toy.toml"]
+
+
+def test_keep_keeps_the_latents(preset, tmp_path):
+    keep = tmp_path / "files"
+    arguments = ["x", "--preset", preset, "--frames", "1", "--out", str(tmp_path / "o.mp4"), "--keep", str(keep)]
+    assert main([*arguments, "--decode-path", "reference", "--guidance", "1", "--steps", "1"]) == 0
+    assert (keep / "latents.safetensors").exists() and (keep / "stats.json").exists()
+
+
+BAD = [
+    (["--height", "100"], "height = 100"),
+    (["--frames", "6"], "nearest"),
+    (["--seconds", "-1"], "seconds = -1"),
+    (["--seconds", "nan"], "seconds"),
+    (["--steps", "0"], "steps = 0"),
+    (["--guidance", "nan"], "guidance"),
+    (["--image", "/nowhere.png"], "/nowhere.png"),
+    (["--out", "/nowhere/out.mp4"], "/nowhere/out.mp4"),
+    (["--out", "out.avi"], ".mp4"),
+    (["--preset", "huge"], "huge"),
+    (["--device", "cuda:99"], "cuda:99"),
+    (["--decode-path", "fast"], "fast"),
+    (["--precision", "int1"], "int1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(preset, tmp_path, capsys, arguments, words):
+    assert main(["x", "--preset", preset, "--out", str(tmp_path / "out.mp4"), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.toml"]
+
+
+def test_a_missing_checkpoint_is_exit_code_1(preset, tmp_path, capsys):
+    arguments = ["x", "--preset", preset, "--checkpoint", str(tmp_path / "none"), "--out", str(tmp_path / "o.mp4")]
+    assert main(arguments) == 1
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_and_leaves_nothing_half_done(preset, tmp_path):
+    command = [sys.executable, "-m", "engine", "x", "--preset", preset, "--steps", "100", "--frames", "97"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out.mp4")], stderr=subprocess.PIPE, text=True, env=os.environ | {"LANG": "C"}
+    )
+    for line in process.stderr:
+        if "about" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.toml"]
