@@ -1,0 +1,115 @@
+"""What the transformer is trained on: latents of drawn videos, encoded once and kept on the GPU, with their captions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from presets.tiny import world
+from presets.tiny.autoencoder import USED_CHANNELS, encode
+from presets.tiny.text import PromptIds, equal_lengths
+from presets.tiny.vocabulary import varied_caption
+
+CAPTIONS = 3  # per video
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of video. share: of the batches. image: trained as image-to-video; `wide` places are seen only there."""
+
+    size: tuple[int, int]
+    things: int = 1
+    moving_camera: bool = False
+    image: bool = False
+    share: float = 1.0
+
+
+LANDSCAPE, PORTRAIT, SQUARE = (256, 448), (448, 256), (320, 320)
+KINDS = (
+    Kind(LANDSCAPE, share=0.38),
+    Kind(LANDSCAPE, things=2, share=0.13),
+    Kind(LANDSCAPE, moving_camera=True, share=0.08),
+    Kind(LANDSCAPE, image=True, share=0.13),
+    Kind(LANDSCAPE, things=2, image=True, share=0.04),
+    Kind(PORTRAIT, share=0.07),
+    Kind(PORTRAIT, things=2, share=0.03),
+    Kind(PORTRAIT, image=True, share=0.03),
+    Kind(SQUARE, share=0.06),
+    Kind(SQUARE, things=2, share=0.02),
+    Kind(SQUARE, image=True, share=0.03),
+)
+
+
+@dataclass
+class Pool:
+    """latents: bf16 [n, 24, 13, h, w], normalised; groups: captions by length, see `equal_lengths`."""
+
+    kind: Kind
+    latents: Tensor
+    captions: list[str]
+    groups: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def regroup(self, ids: PromptIds) -> None:
+        """Sort the captions by length and drop lengths too rare for a batch of different videos."""
+        groups = equal_lengths(ids(self.captions), self.latents.device)
+        least = max(1, len(self.captions) // 100)
+        self.groups = {length: group for length, group in groups.items() if len(group[0]) >= least}
+
+    def draw(self, count: int, frames: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Latents float32 [count, 24, frames, h, w], the videos' beginnings, and ids [count, L] of one caption each."""
+        sizes = np.array([len(rows) for rows, _ in self.groups.values()], dtype=float)
+        rows, ids = list(self.groups.values())[rng.choice(len(sizes), p=sizes / sizes.sum())]
+        chosen = torch.randint(0, len(rows), (count,), device=rows.device)
+        return self.latents[rows[chosen] // CAPTIONS][:, :, :frames].float(), ids[chosen]
+
+
+class Encoder:
+    """Scenes to normalised latents, bf16 [n, 24, F, h, w], a few videos at a time."""
+
+    def __init__(self, vae: AutoencoderKLWan, mean: Tensor, std: Tensor, device: str, chunk: int = 12) -> None:
+        self.vae, self.device, self.chunk = vae, device, chunk
+        self.mean, self.std = mean[:, :USED_CHANNELS], std[:, :USED_CHANNELS]
+
+    @torch.no_grad()
+    def __call__(self, scenes: world.Scenes, size: tuple[int, int], frames: int = world.CLIP_FRAMES) -> Tensor:
+        parts = []
+        for i in range(0, len(scenes), self.chunk):
+            video = world.render(scenes.take(slice(i, i + self.chunk)), *size, frames, device=self.device)
+            parts.append(self.pixels(video).bfloat16())
+        return torch.cat(parts)
+
+    def pixels(self, video: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            mean = encode(self.vae, video)[0][:, :USED_CHANNELS].float()
+        return (mean - self.mean) / self.std
+
+
+def make_pool(
+    kind: Kind, count: int, encoder: Encoder, ids: PromptIds, rng: np.random.Generator, frames: int, shrink: int = 1
+) -> Pool:
+    """shrink: divides the size, for a quick trial."""
+    scenes = world.sample(count, kind.things, rng, moving_camera=kind.moving_camera, wide=kind.image)
+    captions = [varied_caption(scenes.words(i), rng, 0.55) for i in range(count) for _ in range(CAPTIONS)]
+    size = (kind.size[0] // shrink, kind.size[1] // shrink)
+    pool = Pool(kind, encoder(scenes, size, frames), captions)
+    pool.regroup(ids)
+    return pool
+
+
+def extend_pool(pool: Pool, more: Pool, ids: PromptIds) -> None:
+    pool.latents = torch.cat([pool.latents, more.latents])
+    pool.captions += more.captions
+    pool.regroup(ids)
+
+
+def replace_in_pool(pool: Pool, make: Callable[[int], Pool], ids: PromptIds, first: int, count: int) -> None:
+    """Put `count` new videos in place of those from `first` on."""
+    fresh = make(count)
+    pool.latents[first : first + count] = fresh.latents
+    pool.captions[first * CAPTIONS : (first + count) * CAPTIONS] = fresh.captions
+    pool.regroup(ids)

@@ -1,0 +1,387 @@
+"""Training of the small transformer, together with its text encoder, within a time budget.
+
+It begins with single frames, goes on with short clips and ends with whole videos, keeping a share of the earlier. What
+counts is not the loss but the gap: how much worse the loss is with one wrong word. It is measured as training runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import engine.layers
+from engine.mmdit import PAN2Transformer3DModel
+from presets.tiny import world
+from presets.tiny.autoencoder import LATENT_CHANNELS, USED_CHANNELS
+from presets.tiny.flow import NoiseMix, sample, velocity_loss
+from presets.tiny.log import TrainingLog
+from presets.tiny.muon import Muon
+from presets.tiny.pools import KINDS, LANDSCAPE, Encoder, Pool, make_pool, replace_in_pool
+from presets.tiny.text import WIDTH, PromptIds, TrainableText, new_text_model
+from presets.tiny.vocabulary import COLOURS, GROUNDS, SHAPES, caption
+from presets.tiny.vocabulary import KINDS as GROUND_KINDS
+
+CONFIG = {
+    "patch_size": [1, 2, 2],
+    "in_channels": 2 * LATENT_CHANNELS + 1,
+    "out_channels": LATENT_CHANNELS,
+    "num_attention_heads": 4,
+    "attention_head_dim": 64,
+    "num_layers": 6,
+    "num_refiner_layers": 2,
+    "mlp_ratio": 4.0,
+    "context_mlp_ratio": 2.0,
+    "refiner_mlp_ratio": 2.0,
+    "text_embed_dim": WIDTH,
+    "rope_axes_dim": [8, 28, 28],
+    "rope_theta": 256.0,
+    "rope_temporal_scale": 16 / 24,
+}
+CLIPS = (1, 5, 13)  # latent frames: a still, 17 frames, 49 frames
+# (from this share of the whole training on, shares of the clips)
+CURRICULUM = ((0.0, (0.8, 0.2, 0.0)), (0.08, (0.4, 0.4, 0.2)), (0.2, (0.15, 0.2, 0.65)), (0.5, (0.08, 0.12, 0.8)))
+ALL_SIZES_FROM = 0.15
+
+
+@dataclass(frozen=True)
+class DitPlan:
+    """seconds: of this run. begin, end: this run's part of the whole training, 0 to 1; the rate falls from `decay` on."""
+
+    seconds: float = 400.0
+    begin: float = 0.0
+    end: float = 0.4
+    decay: float = 0.6
+    videos: int = 9000
+    batches: tuple[int, int, int] = (512, 96, 48)
+    rate: float = 1.5e-3
+    average: float = 0.999
+    probe_every: int = 400
+    check_every: float = 100.0
+    refresh_every: float = 15.0
+    frames: int = world.CLIP_FRAMES
+    shrink: int = 1
+    kinds: int = len(KINDS)
+    check_count: int = 40
+    steps: int = 12
+    shift: float = 20.0
+    guidance: float = 2.5
+
+
+class Student(nn.Module):
+    """The transformer and the text encoder as one thing to train."""
+
+    def __init__(self, vocabulary_size: int, start: int) -> None:
+        super().__init__()
+        self.transformer = PAN2Transformer3DModel(**CONFIG)
+        self.text = TrainableText(new_text_model(vocabulary_size), start)
+        start_weights(self.transformer)
+
+
+@torch.no_grad()
+def start_weights(model: PAN2Transformer3DModel) -> None:
+    """Open gates, unread unused channels, and attention that knows places from the first step.
+
+    Video queries are turned by their position and text keys are not, so a constant part in both makes the text's share
+    in attention depend on the absolute place; equal constants in video queries and keys make near neighbours attend to
+    each other.
+    """
+    dim, heads = model.config.dim, model.config.num_attention_heads
+    for block in model.transformer_blocks:
+        for gates in (block.norm1.linear.bias, block.scale_shift_table_context):
+            gates[2 * dim : 3 * dim] = 0.5
+            gates[5 * dim :] = 0.5
+        attention = block.attn
+        for layer in (attention.to_q, attention.to_k, attention.add_q_proj, attention.add_k_proj):
+            nn.init.normal_(layer.bias, std=0.6)
+        near = dim * (heads // 2) // heads
+        attention.to_k.bias[:near] = attention.to_q.bias[:near]
+    unused = [*range(USED_CHANNELS, LATENT_CHANNELS), *range(LATENT_CHANNELS + USED_CHANNELS, 2 * LATENT_CHANNELS)]
+    model.x_embedder.weight[:, unused] = 0
+
+
+def rotate_pairs_real(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`engine.rope.rotate_pairs` without complex numbers, which torch.compile can't fuse."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def make_fast(model: PAN2Transformer3DModel) -> None:
+    engine.layers.rotate_pairs = rotate_pairs_real
+    model.rope = functools.cache(model.rope)
+    for block in model.transformer_blocks:
+        block.compile(dynamic=True)
+
+
+class Optimiser:
+    """Muon for the blocks' and the refiner's matrices, AdamW for the rest."""
+
+    def __init__(self, student: Student, fused: bool) -> None:
+        inner = ("transformer.transformer_blocks.", "transformer.context_refiner.")
+        # The last block's text goes nowhere, so these never get a gradient.
+        last = f"transformer.transformer_blocks.{CONFIG['num_layers'] - 1}."
+        idle = tuple(last + part for part in ("attn.add_q_proj.", "attn.to_add_out.", "attn.norm_added_q.", "ff_context."))
+        matrices, rest = [], []
+        for name, parameter in student.named_parameters():
+            if name.startswith(idle):
+                continue
+            chosen = name.startswith(inner) and parameter.dim() == 2 and ".norm1." not in name
+            (matrices if chosen else rest).append(parameter)
+        self.parameters = matrices + rest
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.01, fused=fused)
+
+    def step(self, rate: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.muon.rate = rate
+        self.adam.param_groups[0]["lr"] = rate
+        self.muon.step()
+        self.adam.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Trainer:
+    def __init__(self, plan: DitPlan, student: Student, encoder: Encoder, ids: PromptIds, device: str, log: TrainingLog):
+        self.plan, self.student, self.encoder, self.ids, self.device, self.log = plan, student, encoder, ids, device, log
+        self.rng = np.random.default_rng(int(1000 * plan.begin) + 5)
+        self.optimiser = Optimiser(student, fused=device == "cuda")
+        self.average = [p.detach().clone() for p in self.optimiser.parameters]
+        self.empty = torch.tensor(ids([" "]), device=device)
+        self.mix = NoiseMix()
+        self.step, self.progress = 0, plan.begin
+
+    # Data
+
+    def fill_pools(self) -> None:
+        begin = time.time()
+        self.pools: list[Pool] = []
+        for kind in KINDS[: self.plan.kinds]:
+            # Whole chunks, because every other batch size would make cuDNN choose its kernels again.
+            chunk = self.encoder.chunk
+            count = max(1, round(self.plan.videos * kind.share / chunk)) * chunk if self.plan.shrink == 1 else 2
+            self.pools.append(self._make(kind, count))
+        self.log.write("pools", took=time.time() - begin, videos=[len(pool.latents) for pool in self.pools])
+
+    def _make(self, kind, count: int) -> Pool:
+        return make_pool(kind, count, self.encoder, self.ids, self.rng, self.plan.frames, self.plan.shrink)
+
+    def refresh(self) -> None:
+        """Replace a part of one pool by new videos."""
+        pool = self.pools[self.rng.choice(len(self.pools), p=self._shares())]
+        count = min(96, len(pool.latents))
+        first = int(self.rng.integers(0, len(pool.latents) - count + 1))
+        replace_in_pool(pool, lambda n: self._make(pool.kind, n), self.ids, first, count)
+
+    def _shares(self) -> np.ndarray:
+        early = self.progress < ALL_SIZES_FROM
+        shares = np.array([p.kind.share if p.kind.size == LANDSCAPE or not early else 0.0 for p in self.pools])
+        return shares / shares.sum()
+
+    # One step
+
+    def draw_batch(self) -> tuple[Tensor, Tensor, bool]:
+        clips = [shares for since, shares in CURRICULUM if self.progress >= since][-1]
+        pool = self.pools[self.rng.choice(len(self.pools), p=self._shares())]
+        if pool.kind.image:  # the first frame says nothing about a still
+            clips = (0.0, *clips[1:])
+        clips = np.array(clips) if sum(clips) else np.array([0.0, 1.0, 0.0])
+        index = self.rng.choice(3, p=clips / clips.sum())
+        clean, ids = pool.draw(self.plan.batches[index], min(CLIPS[index], pool.latents.shape[2]), self.rng)
+        if self.rng.random() < 0.1:
+            ids = self.empty.expand(len(ids), -1)
+        return clean, ids, pool.kind.image or (clean.shape[2] > 1 and self.rng.random() < 0.06)
+
+    def train_step(self) -> Tensor:
+        clean, ids, image = self.draw_batch()
+        sigma = self.mix.draw(len(clean), clean.shape[2], self.device)
+        with self.autocast():
+            text = self.student.text(ids)
+            loss = velocity_loss(self.student.transformer, clean, text, sigma, torch.randn_like(clean), image).mean()
+        loss.backward()
+        self.optimiser.step(self.rate())
+        keep = min(self.plan.average, (self.step + 1) / (self.step + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(self.average, self.optimiser.parameters, 1 - keep)
+        self.step += 1
+        return loss.detach()
+
+    def rate(self) -> float:
+        fall = min(1.0, (1 - self.progress) / (1 - self.plan.decay))
+        return self.plan.rate * min(1.0, (self.step + 1) / 150) * max(fall, 0.02)
+
+    def autocast(self):
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
+
+    # The run
+
+    def run(self, save: Callable[[], None]) -> None:
+        begin = time.time()
+        last_log, last_check, last_fresh = begin, begin, begin
+        losses, since = [], 0
+        while (now := time.time()) - begin < self.plan.seconds:
+            share = (now - begin) / self.plan.seconds
+            self.progress = self.plan.begin + share * (self.plan.end - self.plan.begin)
+            losses.append(self.train_step())
+            if now - last_fresh > self.plan.refresh_every:
+                self.refresh()
+                last_fresh = time.time()
+            if self.step % self.plan.probe_every == 0:
+                loss = torch.stack(losses).mean().item()
+                speed = (self.step - since) / (time.time() - last_log)
+                self.log.write(
+                    "dit", step=self.step, progress=self.progress, loss=loss, steps_per_second=speed, gap=self.gaps()
+                )
+                losses, last_log, since = [], time.time(), self.step
+            if now - last_check > self.plan.check_every:
+                with self.averaged():
+                    self.log.write("check", step=self.step, **self.check())
+                    save()
+                last_check = time.time()
+
+    def averaged(self):
+        return _Swapped(self.optimiser.parameters, self.average)
+
+    # Measuring
+
+    @torch.no_grad()
+    def gaps(self) -> dict[str, dict[str, float]]:
+        """By kind of word: how much one wrong word raises the loss, in percent of the loss, at three noise levels."""
+        frames = [n for n, share in zip(CLIPS, self._clip_shares(), strict=True) if share > 0.1][-1]
+        if not hasattr(self, "probe"):
+            self.probe = _Probe(self)
+        return self.probe.measure(self, frames)
+
+    def _clip_shares(self) -> tuple[float, ...]:
+        return [shares for since, shares in CURRICULUM if self.progress >= since][-1]
+
+    @torch.no_grad()
+    def check(self) -> dict[str, object]:
+        """Samples held-out prompts and lets the checker read them."""
+        from presets.tiny.batches import accuracy_of, generate
+
+        begin = time.time()
+        scenes = world.sample(self.plan.check_count, 1, np.random.default_rng(901), held_out=True)
+        videos = generate(self, scenes, LANDSCAPE, self.plan.steps, self.plan.shift, self.plan.guidance)
+        return {"accuracy": accuracy_of(videos, scenes), "took": time.time() - begin}
+
+
+class _Swapped:
+    """Uses the running mean of the weights for a while."""
+
+    def __init__(self, parameters: list[Tensor], average: list[Tensor]) -> None:
+        self.parameters, self.average = parameters, average
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, mean in zip(self.parameters, self.average, strict=True):
+            kept = parameter.detach().clone()
+            parameter.copy_(mean)
+            mean.copy_(kept)
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+
+class _Probe:
+    """Fixed scenes with right and wrong captions of equal length."""
+
+    LEVELS = (0.999, 0.98, 0.9)
+
+    def __init__(self, trainer: Trainer, count: int = 48) -> None:
+        rng = np.random.default_rng(31)
+        scenes = world.sample(count * 6, 1, rng)
+        moving = np.flatnonzero(scenes.motion[:, 0] < 4)[:count]
+        self.scenes = scenes.take(moving)
+        plan = trainer.plan
+        size = tuple(side // plan.shrink for side in LANDSCAPE)
+        self.latents = trainer.encoder(self.scenes, size, plan.frames).float()
+        turn = {"colour": len(COLOURS), "shape": len(SHAPES), "motion": 4, "ground": len(GROUNDS), "kind": len(GROUND_KINDS)}
+        texts = {"right": self.scenes} | {word: self._changed(word, number) for word, number in turn.items()}
+        self.ids = {
+            word: torch.tensor(trainer.ids([caption(s.words(i)) for i in range(len(s))]), device=trainer.device)
+            for word, s in texts.items()
+        }
+
+    def _changed(self, word: str, number: int) -> world.Scenes:
+        values = {name: getattr(self.scenes, name).copy() for name in world.Scenes.__dataclass_fields__}
+        values[word] = (values[word] + 1 + np.arange(len(self.scenes)).reshape(-1, *[1] * (values[word].ndim - 1)) % (number - 1)) % number
+        return world.Scenes(**values)
+
+    def measure(self, trainer: Trainer, frames: int) -> dict[str, object]:
+        clean = self.latents[:, :, :frames]
+        noise = torch.randn(clean.shape, generator=torch.Generator(clean.device).manual_seed(3), device=clean.device)
+        result: dict[str, object] = {"frames": frames}
+        for level in self.LEVELS:
+            sigma = torch.full((len(clean),), level, device=clean.device)
+            losses = {}
+            for word, ids in self.ids.items():
+                with trainer.autocast():
+                    text = trainer.student.text(ids)
+                    losses[word] = velocity_loss(trainer.student.transformer, clean, text, sigma, noise, False).mean().item()
+            right = losses.pop("right")
+            result[str(level)] = {"loss": right} | {word: 100 * (loss / right - 1) for word, loss in losses.items()}
+        return result
+
+
+def save_student(student: Student, folder: Path, parts: int = 2, dtype: torch.dtype = torch.float16) -> None:
+    """The weights in `parts` files below 16 MiB each, to go on from."""
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in student.state_dict().items()}
+    names, per_part = list(weights), sum(value.numel() for value in weights.values()) / parts
+    shards: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+    seen = 0
+    for name in names:
+        shards[min(parts - 1, int(seen / per_part))][name] = weights[name]
+        seen += weights[name].numel()
+    for i, shard in enumerate(shards):
+        part = folder / f"student_{i}.safetensors.part"
+        save_file(shard, part)
+        part.rename(folder / f"student_{i}.safetensors")
+
+
+def load_student(student: Student, folder: Path) -> None:
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("student_*.safetensors")):
+        weights |= load_file(path)
+    student.load_state_dict({name: value.float() for name, value in weights.items()})
+
+
+def decisive_levels(encoder: Encoder, device: str, count: int = 48) -> dict[str, list[float]]:
+    """By word: the noise levels between which the word becomes visible in a noisy video, quartiles over scenes.
+
+    A difference of two videos' latents of length d is hopeless where (1 - s) / s * d < 1 and plain where it is > 4.
+    """
+    rng = np.random.default_rng(4)
+    scenes = world.sample(count, 1, rng)
+    base = encoder(scenes, LANDSCAPE).float()
+    table = {}
+    for word in ("colour", "shape", "motion", "ground", "kind"):
+        number = {"colour": 8, "shape": 6, "motion": 4, "ground": 6, "kind": 4}[word]
+        values = {name: getattr(scenes, name).copy() for name in world.Scenes.__dataclass_fields__}
+        values[word] = (values[word] + 1) % number
+        other = encoder(world.Scenes(**values), LANDSCAPE).float()
+        for frames in (1, 13):
+            gap = (base - other)[:, :, :frames].square().sum((1, 2, 3, 4)).sqrt()
+            gap = gap[gap > 0]
+            middle = torch.quantile(gap, 0.5).item()
+            table[f"{word} {frames}"] = [middle, middle / (middle + 4), middle / (middle + 1)]
+    return table
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+__all__ = ["DitPlan", "Student", "Trainer", "load_student", "make_fast", "sample", "save_student"]
