@@ -10,13 +10,12 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError, EngineError, ResourceError
 from engine.memory import in_words
-from engine.weights import AGAIN, PICKLED, Progress, some
+from engine.weights import PICKLED, Progress, some
 
 PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 PATTERNS = (
@@ -90,8 +89,21 @@ def _fetch(name: str, progress: Progress | None) -> Path:
         raise
     except Exception as error:  # also what its HTTP client raises, which is another one in other versions
         raise _explain(name, error) from error
-    verify(folder, progress, [folder / file.filename for file in pending])
+    _discard_damaged(name, folder, {folder / file.filename for file in pending}, progress)
     return folder
+
+
+def _discard_damaged(name: str, folder: Path, new: set[Path], progress: Progress | None) -> None:
+    """Delete what did not arrive as it was sent: kept, it would count as downloaded from now on."""
+    damaged = _differing({path: digest for path, digest in _cached(folder).items() if path in new}, progress)
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink()
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} files of {name} arrived damaged and were deleted: {some(map(str, damaged))}. "
+            "Start again to download them."
+        )
 
 
 def _pending(name: str) -> list[Any]:
@@ -194,19 +206,29 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def verify(folder: Path | str, progress: Progress | None = None, files: Iterable[Path] | None = None) -> int:
-    """Compare files of a checkpoint with their known hashes: `files`, or all that have one. Returns how many it were.
+def verify(folder: Path | str, progress: Progress | None = None) -> int:
+    """Compare all files of a checkpoint that have a known hash with it. Returns how many they are.
 
     Hashes come from a SHA256SUMS file in the folder and from the names that the Hub's cache gives to files. Reported as
     "verify". Raises CheckpointError that names the files that are missing or damaged.
     """
     known = _listed(Path(folder)) | _cached(Path(folder))
-    chosen = known if files is None else {path: known[path] for path in files if path in known}
-    absent = [str(path) for path in chosen if not path.is_file()]
+    absent = [str(path) for path in known if not path.is_file()]
     if absent:
         raise CheckpointError(f"{len(absent)} files of {folder} are missing: {some(absent)}. Download them again.")
-    done, total = 0, sum(path.stat().st_size for path in chosen)
-    for path, expected in chosen.items():
+    if damaged := _differing(known, progress):
+        names = some(str(path.resolve()) for path in damaged)
+        raise CheckpointError(
+            f"{len(damaged)} files of {folder} are damaged, they do not have the hashes that they should: {names}. "
+            "Delete them and download them again."
+        )
+    return len(known)
+
+
+def _differing(known: dict[Path, str], progress: Progress | None) -> list[Path]:
+    """Files whose content does not have the hash that it should."""
+    done, total, wrong = 0, sum(path.stat().st_size for path in known), []
+    for path, expected in known.items():
         digest = _new_digest(path, expected)
         with path.open("rb") as file:
             while block := file.read(BLOCK):
@@ -215,8 +237,8 @@ def verify(folder: Path | str, progress: Progress | None = None, files: Iterable
                 if progress:
                     progress("verify", done, total)
         if digest.hexdigest() != expected:
-            raise CheckpointError(f"{path} is damaged: its bytes do not have the hash {expected}. {_cure(path)}")
-    return len(chosen)
+            wrong.append(path)
+    return wrong
 
 
 def _new_digest(path: Path, expected: str) -> Any:
@@ -224,12 +246,6 @@ def _new_digest(path: Path, expected: str) -> Any:
     if len(expected) == 64:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-
-
-def _cure(path: Path) -> str:
-    if path.is_symlink():
-        return f"Delete {path.resolve()} and start again to download it."
-    return AGAIN
 
 
 def _listed(folder: Path) -> dict[Path, str]:
