@@ -1,0 +1,320 @@
+"""The page: widgets, and short handlers over snapshots of jobs. The work belongs to the job's thread, never to a page.
+
+python app.py [--preset tiny|pan2|file.toml] [--checkpoint FOLDER_OR_REPOSITORY] [--host ADDRESS] [--port N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import fastapi
+import gradio as gr
+import uvicorn
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.jobs import Jobs, JobState
+from engine.preset import preset_from_environment, preset_names
+from engine.settings import DecodePath
+from engine.telemetry import memory_now
+from engine.web import render
+from engine.web.api import add_api
+from engine.web.files import first_frame
+from engine.web.form import Form, fitting_size, size_menu, unknown_words
+from engine.web.live import LiveSource, live_router
+from engine.web.routes import asset_router, health_router, video_router
+from engine.web.theme import HEAD, theme
+
+log = logging.getLogger("app")
+
+TICK_SECONDS = 0.7
+# Uploads are looked through every ten minutes and kept for a day.
+DELETE_CACHE = (600, 86_400)
+LARGEST_UPLOAD = "64mb"
+# The address of this tab first; without a job there, the one that this browser saw last.
+FIND_JOB = "(job) => [new URLSearchParams(window.location.search).get('job') || job]"
+SHOW_JOB = "(job) => window.page?.follow(job)"
+QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+PLAIN: dict[str, Any] = {"apply_default_css": False}
+# Of a job that is found again: its picture is no upload of this page, and its seed is the one to keep.
+NOT_FILLED = ("image", "randomise")
+
+Values = Mapping[Any, Any]
+
+
+class Page:
+    """Widgets and what they do. Nothing of a visitor is kept here: a page sends what it shows and gets what differs."""
+
+    def __init__(self, engine: Engine, jobs: Jobs) -> None:
+        self.engine, self.jobs, self.preset = engine, jobs, engine.preset
+        self._stopping: set[str] = set()
+        self.fields: dict[str, gr.components.Component] = {}
+        with gr.Blocks(
+            title=self.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
+        ) as self.demo:
+            self.job = gr.BrowserState("", storage_key="job", secret="job")
+            self.timer = gr.Timer(TICK_SECONDS)
+            with gr.Tab("Generate"), gr.Row(elem_id="generate"):
+                with gr.Column(scale=4, min_width=320, elem_id="form"):
+                    self._form()
+                with gr.Column(scale=9, min_width=320, elem_id="watch"):
+                    self._view()
+            with gr.Tab("System") as self.system_tab:
+                self.system = gr.HTML(elem_id="system", **PLAIN)
+            add_api(self.preset, jobs)
+            self._wire()
+
+    # Widgets.
+
+    def _form(self) -> None:
+        preset, start, fields = self.preset, Form.of(self.preset), self.fields
+        self.model = gr.HTML(
+            render.model(preset.title, preset.about, self.engine.readiness()), elem_id="model", **PLAIN
+        )
+        fields["prompt"] = gr.Textbox(
+            start.prompt, label="Prompt", lines=3, max_lines=12, placeholder="What happens, where, how the camera moves"
+        )
+        self.hint = gr.HTML(elem_id="hint", **PLAIN)
+        gr.Examples([[text] for text in preset.examples], fields["prompt"], label="Examples", api_visibility="private")
+        with gr.Row():
+            longest = (preset.limits.frames - 1) / preset.fps
+            fields["seconds"] = gr.Slider(
+                0.5, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=140
+            )
+            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", scale=5, min_width=140)
+        with gr.Row(elem_id="seed"):
+            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
+            fields["randomise"] = gr.Checkbox(start.randomise, label="New seed each time", min_width=120)
+        with gr.Accordion("First frame", open=False):
+            fields["image"] = first_frame(label="The video starts with this picture", height=180)
+        with gr.Accordion("Advanced", open=False):
+            self._advanced(start)
+        with gr.Row(elem_id="go"):
+            self.generate = gr.Button("Generate", variant="primary", scale=3)
+            self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
+        self.plan = gr.HTML(elem_id="plan", **PLAIN)
+
+    def _advanced(self, start: Form) -> None:
+        fields, limits = self.fields, self.preset.limits
+        fields["negative_prompt"] = gr.Textbox(start.negative_prompt, label="Negative prompt", lines=2, max_lines=8)
+        fields["steps"] = gr.Slider(1, limits.steps, start.steps, step=1, label="Steps")
+        fields["guidance"] = gr.Slider(0, limits.guidance, start.guidance, step=0.1, label="Guidance")
+        fields["shift"] = gr.Number(start.shift, label="Shift of the noise schedule", minimum=0.01, step=0.5)
+        fields["decoder"] = gr.Dropdown(list(get_args(DecodePath)), value=start.decoder, label="Decoder")
+
+    def _view(self) -> None:
+        defaults = self.preset.defaults
+        self.player = gr.HTML(render.empty(defaults.height, defaults.width), elem_id="player", **PLAIN)
+        self.strip = gr.HTML(elem_id="progress", **PLAIN)
+        self.messages = gr.HTML(elem_id="messages", **PLAIN)
+        self.details = gr.HTML(elem_id="details", **PLAIN)
+
+    def _wire(self) -> None:
+        form, view = set(self.fields.values()), {self.model, self.player, self.strip, self.messages, self.details}
+        buttons = {self.generate, self.stop, self.timer}
+        filled = {field for name, field in self.fields.items() if name not in NOT_FILLED}
+        follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
+        found = self.demo.load(None, self.job, self.job, js=FIND_JOB)
+        found.then(self.reopen, {self.job, *view}, {self.job, *view, *buttons, *filled}, **QUIET)
+        self.timer.tick(self.look, **follow)
+        start = [self.generate.click, self.fields["prompt"].submit]
+        after = {self.job, self.plan, self.fields["seed"], *view, *buttons}
+        begun = gr.on(start, self.start, {self.job, *form, *view}, after, **QUIET)
+        begun.then(None, self.job, js=SHOW_JOB)
+        self.stop.click(self.cancel, self.job, self.stop, **QUIET)
+        self._wire_form(form)
+        gr.on([self.demo.load, self.system_tab.select], self.tell_system, None, self.system, **QUIET)
+
+    def _wire_form(self, form: set[gr.components.Component]) -> None:
+        fields, latest = self.fields, {**QUIET, "trigger_mode": "always_last"}
+        decides = [fields[name] for name in ("seconds", "size", "steps", "guidance", "shift", "seed")]
+        # The line about the model changes once it is loaded, and only then is the time known.
+        changes = [field.change for field in (*decides, self.model)]
+        gr.on([self.demo.load, *changes], self.tell_plan, form, self.plan, **latest)
+        gr.on([self.demo.load, fields["prompt"].change], self.tell_hint, fields["prompt"], self.hint, **latest)
+        fields["image"].upload(self.fit_size, [fields["image"], fields["size"]], fields["size"], **QUIET)
+
+    # What happens.
+
+    def look(self, values: Values) -> dict[Any, Any]:
+        """What a page that follows a job has to change."""
+        state = self._find(values[self.job])
+        fresh = self._fragments(state)
+        busy = state is not None and not state.over
+        stopping = busy and state.id in self._stopping
+        return {part: html for part, html in fresh.items() if html != values[part]} | {
+            self.generate: gr.Button(interactive=not busy),
+            self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
+            self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
+        }
+
+    def _find(self, job: str | None) -> JobState | None:
+        return self.jobs.snapshot(job) if job else None
+
+    def _fragments(self, state: JobState | None) -> dict[Any, str]:
+        preset = self.preset
+        model = {self.model: render.model(preset.title, preset.about, self.engine.readiness())}
+        if state is None:
+            return model
+        return model | {
+            self.player: render.player(state, preset.fps),
+            self.strip: render.strip(state, preset.fps),
+            self.messages: render.of_job(state),
+            self.details: render.details(state, memory_now()),
+        }
+
+    def reopen(self, values: Values) -> dict[Any, Any]:
+        """A page was opened: follow the job that it knows, and put what that job was asked for into the form."""
+        job = values[self.job]
+        state = self._find(job)
+        if state is None:
+            lost = {self.job: "", self.messages: render.lost(job)} if job else {}
+            return self.look({**values, self.job: ""}) | lost
+        form = dataclasses.asdict(Form.of(self.preset, state.request))
+        shown = {self.fields[name]: value for name, value in form.items() if name not in NOT_FILLED}
+        return self.look(values) | shown
+
+    def start(self, values: Values) -> dict[Any, Any]:
+        """Check the form and queue it. What is refused is said at once, and nothing else changes."""
+        try:
+            request = self._read(values).request(self.preset)
+        except EngineError as error:
+            return {self.plan: render.refusal(str(error))}
+        job = self.jobs.submit(request)
+        return {self.job: job, self.fields["seed"]: request.seed} | self.look({**values, self.job: job})
+
+    def _read(self, values: Values) -> Form:
+        return Form(**{name: values[field] for name, field in self.fields.items()})
+
+    def cancel(self, job: str) -> gr.Button:
+        """Stop within one step or chunk; what is decoded by then stays."""
+        state = self._find(job)
+        if state is None or state.over:
+            return gr.Button("Stop", interactive=False)
+        self._stopping.add(job)
+        self.jobs.cancel(job)
+        return gr.Button("Stopping ...", interactive=False)
+
+    def tell_plan(self, values: Values) -> str:
+        """What a click would start and how long it would take, or why it would be refused."""
+        try:
+            request = self._read(values).sketch(self.preset)
+        except EngineError as error:
+            return render.refusal(str(error))
+        return render.plan(request, self.preset.fps, self.engine.estimate(request))
+
+    def tell_hint(self, prompt: str) -> str:
+        """Words that the model does not know."""
+        return render.hint(unknown_words(self.preset, prompt))
+
+    def fit_size(self, image: str | None, size: str) -> str:
+        """The size of the menu that suits an uploaded picture."""
+        return fitting_size(self.preset, image) or size
+
+    def tell_system(self) -> str:
+        """Model, devices, precision, decoder path, versions, memory."""
+        return render.system(self.engine.about(), self.engine.readiness(), memory_now())
+
+
+def build(engine: Engine, jobs: Jobs) -> gr.Blocks:
+    """The whole page. engine: for readiness, estimates and facts; jobs: does the work."""
+    return Page(engine, jobs).demo
+
+
+def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
+    """The page and its routes. The model is loaded beside it, so that the port answers at once."""
+
+    @asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        threading.Thread(target=_load, args=(engine,), name="load", daemon=True).start()
+        yield
+        jobs.close()
+        engine.close()
+
+    app = fastapi.FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(health_router(engine.readiness))
+    app.include_router(asset_router())
+    app.include_router(video_router(jobs.snapshot))
+    app.include_router(live_router(lambda job: _live_source(jobs, job)))
+    demo = build(engine, jobs).queue(max_size=64, api_open=False)
+    # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;
+    # in a mounted one, any file of the server could be asked for.
+    demo.has_launched = demo.is_running = True
+    return gr.mount_gradio_app(
+        app,
+        demo,
+        "/",
+        allowed_paths=[str(jobs.outputs.resolve())],
+        max_file_size=LARGEST_UPLOAD,
+        enable_monitoring=False,
+        run_history=False,
+        footer_links=["api", "settings"],
+        show_error=False,
+        pwa=False,
+        ssr_mode=False,
+        theme=theme(),
+        head=HEAD,
+    )
+
+
+def _live_source(jobs: Jobs, job: str) -> LiveSource | None:
+    state = jobs.snapshot(job)
+    return state and LiveSource(state.live, lambda: jobs.snapshot(job).over)
+
+
+def _load(engine: Engine) -> None:
+    try:
+        engine.load()
+    except EngineError as error:
+        log.error("%s", error)
+    except Exception:
+        log.exception("the model could not be loaded")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments; what is left out comes from the environment."""
+    environment = os.environ.get
+    parser = argparse.ArgumentParser("app.py", description="The page: from a prompt to a video.")
+    parser.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file (ENGINE_PRESET)")
+    parser.add_argument("--checkpoint", help="a folder, or a repository on the Hub (ENGINE_CHECKPOINT)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
+    parser.add_argument("--outputs", type=Path, default=Path(environment("ENGINE_OUTPUTS", "outputs")))
+    parser.add_argument("--host", default=environment("GRADIO_SERVER_NAME", "127.0.0.1"))
+    parser.add_argument("--port", type=int, default=int(environment("GRADIO_SERVER_PORT", "7860")))
+    return parser
+
+
+def main() -> None:
+    """Serve the page until it is interrupted."""
+    arguments = parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    for chatty in ("httpx", "httpcore"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        preset = preset_from_environment(arguments.preset, arguments.checkpoint)
+    except EngineError as error:
+        raise SystemExit(str(error)) from error
+    engine = Engine(preset, arguments.device)
+    arguments.outputs.mkdir(parents=True, exist_ok=True)
+    jobs = Jobs(engine, arguments.outputs)
+    print(f"{preset.title}: http://{arguments.host}:{arguments.port}", flush=True)
+    # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.
+    uvicorn.run(
+        server(engine, jobs),
+        host=arguments.host,
+        port=arguments.port,
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the page is made of: fragments, routes, style and the player."""

@@ -1,0 +1,124 @@
+"""The one public endpoint, `/generate`: the page's fields as parameters, an mp4 and its figures as the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from engine.errors import EngineError
+from engine.jobs import Jobs, JobState
+from engine.preset import Preset
+from engine.web import words
+from engine.web.files import describe, first_frame, job_file, uploaded
+from engine.web.form import build_request
+
+# More calls than this wait in Gradio's queue, where they hold no thread.
+CALLS_AT_ONCE = 8
+FOLLOW_SECONDS = 1.0
+
+Answer = tuple[Any, dict[str, Any]]
+
+
+def add_api(preset: Preset, jobs: Jobs) -> None:
+    """Declare the endpoint inside the current gr.Blocks. Parameters that a caller leaves out are the preset's."""
+
+    def generate(
+        prompt: str,
+        negative_prompt: Any = None,
+        image: Any = None,
+        seconds: Any = None,
+        height: Any = None,
+        width: Any = None,
+        steps: Any = None,
+        guidance: Any = None,
+        shift: Any = None,
+        seed: Any = None,
+        decoder: Any = None,
+    ) -> Iterator[Answer]:
+        """Make one video. Answers while it works with what happens, at the end with the mp4 and its figures.
+
+        seconds: rounded to the nearest length of 4n + 1 frames, 0 for one frame; height, width: pixels; seed: -1 draws
+        one; image: an uploaded picture, the first frame. What is left out is the preset's default.
+        """
+        values = {
+            "prompt": prompt,
+            "negative_prompt": negative_prompt,
+            "image": uploaded(image.get("path")) if image else None,
+            "seconds": seconds,
+            "height": height,
+            "width": width,
+            "steps": steps,
+            "guidance": guidance,
+            "shift": shift,
+            "seed": seed,
+            "decoder": decoder,
+        }
+        yield from run(preset, jobs, values)
+
+    button = gr.Button(visible=False)
+    button.click(
+        generate,
+        inputs=_inputs(),
+        outputs=[job_file(label="video", visible=False), gr.JSON(label="stats", visible=False)],
+        api_name="generate",
+        # The engine checks plain JSON values itself and says what it would take.
+        preprocess=False,
+        postprocess=False,
+        concurrency_limit=CALLS_AT_ONCE,
+        show_progress="hidden",
+    )
+
+
+def _inputs() -> list[gr.components.Component]:
+    numbers = ("seconds", "height", "width", "steps", "guidance", "shift", "seed")
+    return [
+        gr.Textbox(label="prompt", visible=False),
+        gr.Textbox(label="negative_prompt", value=None, visible=False),
+        first_frame(label="image", visible=False),
+        *(gr.Number(label=name, value=None, visible=False) for name in numbers),
+        gr.Textbox(label="decoder", value=None, visible=False),
+    ]
+
+
+def run(preset: Preset, jobs: Jobs, values: dict[str, Any]) -> Iterator[Answer]:
+    """Submit, follow and answer. A caller that goes away stops the job: nobody else knows its id.
+
+    Raises gr.Error with the engine's words.
+    """
+    try:
+        job = jobs.submit(build_request(preset, **values))
+    except EngineError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    try:
+        for state in jobs.follow(job, FOLLOW_SECONDS):
+            if not state.over:
+                yield None, progress(state)
+    except GeneratorExit:
+        jobs.cancel(job)
+        raise
+    yield answer(jobs.snapshot(job))
+
+
+def progress(state: JobState) -> dict[str, Any]:
+    """How far a job is, in figures."""
+    stage = state.stage
+    now = {"stage": stage.name, "done": stage.done, "total": stage.total} if stage else {}
+    return {"job": state.id, "status": state.status, "position": state.position, **now}
+
+
+def answer(state: JobState) -> Answer:
+    """The video and its figures. Raises gr.Error if there is none."""
+    if state.video is None:
+        raise gr.Error(state.error or "The job was stopped before there were frames.", print_exception=False)
+    file = describe(state.video, words.file_name(state.request))
+    return file, no_paths({"job": state.id, "status": state.status, "warnings": state.warnings, **state.stats})
+
+
+def no_paths(value: Any) -> Any:
+    """The same JSON with "decoder" for every key "path": Gradio's clients take any object with a path for a file, and
+    ask the server for it."""
+    if isinstance(value, dict):
+        return {"decoder" if key == "path" else key: no_paths(item) for key, item in value.items()}
+    return [no_paths(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,153 @@
+"""The page's form and the API's parameters on one side, a checked request on the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.condition import open_image
+from engine.errors import RequestError
+from engine.preset import Preset
+from engine.request import Request
+from engine.shapes import frames_of_seconds
+from engine.web.words import pixels
+
+
+@dataclass(frozen=True)
+class Form:
+    """What stands in the page's fields, in their order. size: "height x width"; randomise: draw a new seed."""
+
+    prompt: str
+    negative_prompt: str
+    image: str | None
+    seconds: float
+    size: str
+    seed: int | None
+    randomise: bool
+    steps: int
+    guidance: float
+    shift: float
+    decoder: str
+
+    def request(self, preset: Preset) -> Request:
+        """The request that the form asks for. Raises RequestError in the engine's words."""
+        height, width = parse_size(self.size)
+        return build_request(
+            preset,
+            prompt=self.prompt,
+            negative_prompt=self.negative_prompt,
+            image=self.image,
+            seconds=self.seconds,
+            height=height,
+            width=width,
+            seed=-1 if self.randomise else self.seed,
+            steps=self.steps,
+            guidance=self.guidance,
+            shift=self.shift,
+            decoder=self.decoder,
+        )
+
+    def sketch(self, preset: Preset) -> Request:
+        """The request as far as it decides how long the work takes; texts and picture may still be missing."""
+        return dataclasses.replace(self, prompt="-", negative_prompt="", image=None).request(preset)
+
+    @classmethod
+    def of(cls, preset: Preset, request: Request | None = None) -> Form:
+        """The fields that say what a request says, or the preset's defaults."""
+        source = request or preset.defaults
+        return cls(
+            prompt=source.prompt,
+            negative_prompt=source.negative_prompt,
+            image=None,
+            seconds=(source.frames - 1) / preset.fps,
+            size=size_value(source),
+            seed=source.seed,
+            randomise=False,
+            steps=source.steps,
+            guidance=source.guidance,
+            shift=source.shift,
+            decoder=(request.decode if request else preset.decode).path,
+        )
+
+
+def build_request(
+    preset: Preset, prompt: str, image: str | None, seconds: float | None, decoder: str | None, **values: Any
+) -> Request:
+    """A checked request from what page and API have in common. seconds: rounded to the nearest legal length.
+
+    Raises RequestError, also for an empty prompt without a first frame and for a picture that can't be read.
+    """
+    if not str(prompt or "").strip() and not image:
+        raise RequestError("The prompt is empty. Say what should happen, or give a first frame.")
+    decode = dataclasses.replace(preset.decode, path=decoder) if decoder else None
+    request = preset.request(
+        prompt=prompt,
+        image=Path(image) if image else None,
+        frames=_frames(seconds, preset.fps),
+        decode=decode,
+        **values,
+    )
+    if request.image:
+        _check_picture(request.image)
+    return request
+
+
+def _frames(seconds: float | None, fps: int) -> int | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
+        raise RequestError(f"seconds = {seconds!r} must be a number of seconds, 0 for a single frame.")
+    return frames_of_seconds(seconds, fps)
+
+
+def _check_picture(path: Path) -> None:
+    """Say at once that a picture can't be used; by its name, since its path is the server's affair."""
+    try:
+        open_image(path)
+    except RequestError as error:
+        raise RequestError(str(error).replace(str(path), path.name)) from error
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width from "height x width"."""
+    try:
+        height, width = (int(part) for part in str(text).split("x"))
+    except ValueError as error:
+        raise RequestError(f"size = {text!r} must be height x width in pixels, such as 704x1248.") from error
+    return height, width
+
+
+def size_value(size: Any) -> str:
+    """A size (anything with height and width) as the value of the page's menu."""
+    return f"{size.height}x{size.width}"
+
+
+def size_menu(preset: Preset) -> list[tuple[str, str]]:
+    """What the page's menu shows and what it means."""
+    return [(f"{pixels(size.height, size.width)}, {size.label}", size_value(size)) for size in preset.sizes]
+
+
+def fitting_size(preset: Preset, image: str | None) -> str | None:
+    """The menu's size whose shape is nearest to a picture's; None for a picture that can't be read (refused later)."""
+    try:
+        picture = open_image(image) if image else None
+    except RequestError:
+        picture = None
+    if picture is None:
+        return None
+    shape = math.log(picture.width / picture.height)
+    return size_value(min(preset.sizes, key=lambda size: abs(math.log(size.width / size.height) - shape)))
+
+
+def unknown_words(preset: Preset, prompt: str) -> list[str]:
+    """Words that the preset's model has never seen; empty for a preset without a vocabulary of its own."""
+    module = f"presets.{preset.name}.vocabulary"
+    try:
+        vocabulary = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return []
+    return vocabulary.unknown_words(prompt)

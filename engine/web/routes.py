@@ -1,0 +1,90 @@
+"""What the server answers besides the page: health, the page's own files, and the files of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import APIRouter, HTTPException
+from fastapi.responses import FileResponse, JSONResponse
+
+from engine.engine import Readiness
+from engine.jobs import JobState
+from engine.web import words
+
+FindJob = Callable[[str], JobState | None]
+HERE = Path(__file__).resolve().parent
+# A closed list: a name from an address never becomes a path.
+ASSETS = {
+    "style.css": "text/css",
+    "page.js": "text/javascript",
+    "player.css": "text/css",
+    "player.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+NO_JOB = "There is no such job here. It may be older than the last start of the server."
+
+
+def health_router(readiness: Callable[[], Readiness]) -> APIRouter:
+    """`/healthz`: the server answers; `/readyz`: 200 once the model is in memory, 503 before, with the reason."""
+    router = APIRouter()
+
+    @router.get("/healthz")
+    def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/readyz")
+    def readyz() -> JSONResponse:
+        now = readiness()
+        return JSONResponse(
+            {"state": now.state, "text": now.text, "done": now.done, "total": now.total},
+            status_code=200 if now.state == "ready" else 503,
+        )
+
+    return router
+
+
+def asset_router() -> APIRouter:
+    """`/web/<name>`: scripts and styles of the page."""
+    router = APIRouter()
+
+    @router.get("/web/{name}")
+    def asset(name: str) -> FileResponse:
+        path = HERE / name
+        if name not in ASSETS or not path.is_file():
+            raise HTTPException(404, "The page has no such file.")
+        # Revalidated each time, so that a new version of the page never meets an old script.
+        return FileResponse(path, media_type=ASSETS[name], headers={"Cache-Control": "no-cache"})
+
+    return router
+
+
+def video_router(find_job: FindJob) -> APIRouter:
+    """`/video/<job>.mp4` with ranges, `?download=1` to save it under a readable name; `/thumbnail/<job>.jpg`."""
+    router = APIRouter()
+
+    @router.get("/video/{job}.mp4")
+    def video(job: str, download: bool = False) -> FileResponse:
+        state = _find(find_job, job)
+        disposition = "attachment" if download else "inline"
+        return _file(state.video, "video/mp4", words.file_name(state.request), disposition)
+
+    @router.get("/thumbnail/{job}.jpg")
+    def thumbnail(job: str) -> FileResponse:
+        return _file(_find(find_job, job).folder / "thumbnail.jpg", "image/jpeg", f"{job}.jpg", "inline")
+
+    return router
+
+
+def _find(find_job: FindJob, job: str) -> JobState:
+    # The id is only ever a key among the jobs that are known; paths come from the job's own state.
+    state = find_job(job)
+    if state is None:
+        raise HTTPException(404, NO_JOB)
+    return state
+
+
+def _file(path: Path | None, kind: str, name: str, disposition: str) -> FileResponse:
+    if path is None or not path.is_file():
+        raise HTTPException(404, "This job has no such file, or not yet.")
+    return FileResponse(path, media_type=kind, filename=name, content_disposition_type=disposition)

@@ -1,0 +1,64 @@
+"""Seconds, bytes and names as people read them."""
+
+from __future__ import annotations
+
+import re
+
+from engine.request import Request
+
+NAME_LENGTH = 48
+
+
+def duration(seconds: float) -> str:
+    """0.8 s, 12 s, 2 min 10 s, 1 h 5 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        minutes, rest = divmod(whole, 60)
+        return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{round(whole / 60)} min"
+    hours, rest = divmod(round(whole / 60), 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
+def roughly(seconds: float) -> str:
+    """A duration that claims no more precision than an estimate has: 8 seconds, 40 seconds, 3 minutes, 1 hour."""
+    steps = ((20, 1), (90, 5), (600, 60), (5400, 300), (float("inf"), 1800))
+    step = next(step for limit, step in steps if seconds < limit)
+    value = max(step, round(seconds / step) * step)
+    if value < 90:
+        return f"{value} second{'s' * (value != 1)}"
+    if value < 5400:
+        return f"{value / 60:.2g} minutes"
+    return f"{value / 3600:.2g} hours"
+
+
+def size(count: float) -> str:
+    """Bytes: 62.6 GiB, 340 MiB, 12 KiB."""
+    for unit, name, digits in ((2**30, "GiB", 1), (2**20, "MiB", 0), (2**10, "KiB", 0)):
+        if count >= unit:
+            return f"{count / unit:.{digits}f} {name}"
+    return f"{count:.0f} bytes"
+
+
+def pixels(height: int, width: int) -> str:
+    """A size as people read it, width first."""
+    return f"{width} x {height}"
+
+
+def counted(number: int, thing: str) -> str:
+    """1 frame, 2 frames."""
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def file_name(request: Request) -> str:
+    """What a downloaded video is called: the prompt's first words and the seed, safe on every system."""
+    words = re.findall(r"[^\W_]+", request.prompt.lower())
+    kept = ""
+    for word in words:
+        if len(kept) + len(word) >= NAME_LENGTH:
+            break
+        kept += f"{word}-"
+    return f"{kept or 'video-'}{request.seed}.mp4"

@@ -1,0 +1,183 @@
+"""A stand-in for the engine: test frames at a set pace, faults on request, real files. For tests of the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine import record
+from engine.engine import Readiness
+from engine.errors import BusyError, Cancelled, EngineError
+from engine.estimate import Estimate
+from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.preset import Preset
+from engine.request import Request
+from engine.video import VideoWriter, thumbnail
+
+GIB = 2**30
+
+
+@dataclass
+class Pace:
+    """Seconds of one load, text, step and chunk; `fail_at`: "text", "denoise" or "decode" raises there; `warning`: said
+    in the text stage."""
+
+    load: float = 0.0
+    text: float = 0.0
+    step: float = 0.0
+    chunk: float = 0.0
+    fail_at: str | None = None
+    warning: str | None = None
+
+
+def pattern(start: int, count: int, height: int, width: int) -> np.ndarray:
+    """Frames uint8 [count, height, width, 3]: a soft gradient, and a bright disc that moves with the frame number."""
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    frames = np.empty((count, height, width, 3), np.uint8)
+    for index in range(count):
+        time_ = (start + index) / 48
+        shade = 0.5 + 0.5 * np.sin(x / width * 3 + time_ * 2)
+        picture = np.stack([30 + 60 * shade, 50 + 60 * y / height, 110 + 80 * (1 - shade)], -1)
+        distance = np.hypot(x - width * (0.2 + 0.6 * (time_ % 1)), y - height / 2)
+        picture[distance < height * 0.18] = (245, 200, 90)
+        frames[index] = picture
+    return frames
+
+
+class Double:
+    """The engine's surface, without a model. `pace` may be changed while it works."""
+
+    def __init__(self, preset: Preset, pace: Pace | None = None) -> None:
+        self.preset = preset
+        self.pace = pace or Pace()
+        self.finally_ran = 0
+        self._busy = threading.Lock()
+        self._readiness = Readiness("idle", "The model is loaded with the first request.")
+
+    def load(self) -> None:
+        parts = 8 if self.pace.load else 1
+        for part in range(parts):
+            text = f"Loading {self.preset.title}: {part * 0.5:.1f} of {parts * 0.5:.1f} GiB."
+            self._readiness = Readiness("loading", text, part * GIB // 2, parts * GIB // 2)
+            time.sleep(self.pace.load / parts)
+        self._readiness = Readiness("ready", f"{self.preset.title} is ready on a test bench.")
+
+    def readiness(self) -> Readiness:
+        return self._readiness
+
+    def about(self) -> dict[str, str]:
+        return {"Model": self.preset.title, "Device": "a test bench", "Decoder": "plain, fp32: no GPU here <b>"}
+
+    def estimate(self, request: Request) -> Estimate | None:
+        if self._readiness.state != "ready":
+            return None
+        work = request.frames * request.height * request.width / 5_600_000
+        return Estimate(denoise=work * request.steps / 6, decode=work * 8, other=1.0, basis="the last video made here")
+
+    def generate(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]:
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("busy")
+        try:
+            yield from self._run(request, folder, cancel)
+        finally:
+            self.finally_ran += 1
+            self._busy.release()
+
+    def close(self) -> None:
+        self._readiness = Readiness("idle", "closed")
+
+    def _run(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]:
+        began = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_json(folder / "request.json", request.to_json())
+        yield from self._plain("load", 0.0, cancel)
+        yield from self._plain("text", self.pace.text, cancel)
+        if self.pace.warning:
+            yield Warned(self.pace.warning)
+        if request.image:
+            yield from self._plain("image", 0.0, cancel)
+        yield from self._denoise(request, cancel)
+        yield from self._decode(request, folder, cancel, began)
+
+    def _plain(self, stage: str, seconds: float, cancel: threading.Event) -> Iterator[Event]:
+        yield StageStarted(stage)
+        if self.pace.fail_at == stage:
+            raise EngineError("The prompt could not be read: the <tokenizer> is missing. Load the checkpoint again.")
+        self._pause(seconds, cancel)
+        yield StageEnded(stage, seconds)
+
+    def _denoise(self, request: Request, cancel: threading.Event) -> Iterator[Event]:
+        yield StageStarted("denoise", request.steps)
+        began = time.perf_counter()
+        for step in range(1, request.steps + 1):
+            if self.pace.fail_at == "denoise" and step > request.steps // 2:
+                raise EngineError("cuda:0 ran out of memory (0.2 of 139.8 GiB are free now). Choose a smaller size.")
+            self._pause(self.pace.step, cancel)
+            yield StepDone(step, request.steps, self.pace.step, (request.steps - step) * self.pace.step)
+        yield StageEnded("denoise", time.perf_counter() - began)
+
+    def _decode(self, request: Request, folder: Path, cancel: threading.Event, began: float) -> Iterator[Event]:
+        yield StageStarted("decode", request.frames)
+        clock, done, first, partial = time.perf_counter(), 0, None, False
+        size = (request.height, request.width)
+        with VideoWriter(folder, *size, self.preset.fps, request.frames, {"request": request.to_json()}) as writer:
+            while done < request.frames and not partial:
+                if self.pace.fail_at == "decode" and done > request.frames // 2:
+                    raise RuntimeError("a fault <b>of ours</b>")
+                count = min(16 if done else 1, request.frames - done)
+                frames = pattern(done, count, *size)
+                try:
+                    self._pause(self.pace.chunk, cancel)
+                except Cancelled:
+                    if not done:
+                        raise
+                    partial = True
+                    continue
+                writer.write(frames)
+                if first is None:
+                    first = time.perf_counter() - began
+                    thumbnail(frames[0], folder / "thumbnail.jpg")
+                yield FramesReady(done, frames, request.frames)
+                done += count
+            seconds = time.perf_counter() - clock
+            yield StageEnded("decode", seconds)
+            yield StageStarted("file")
+            video = writer.close(partial)
+            yield StageEnded("file", 0.1)
+        stats = self._stats(request, done, video, seconds, first, time.perf_counter() - began)
+        yield VideoFinished(video, partial, stats)
+
+    def _stats(self, request: Request, frames: int, video: Path, decode: float, first: float, total: float) -> dict:
+        return {
+            "request": request.to_json(),
+            "seconds": total,
+            "seconds_to_first_frame": first,
+            "frames": frames,
+            "height": request.height,
+            "width": request.width,
+            "fps": self.preset.fps,
+            "seconds_per_step": self.pace.step,
+            "decode_frames_per_second": frames / decode,
+            "decode": {"path": "plain", "precision": "fp32", "reason": "a test bench"},
+            "peak_bytes": {"host": 2 * GIB},
+            "device": "a test bench",
+            "precision": "fp32",
+            "latents_sha256": "0" * 64,
+            "file_bytes": video.stat().st_size,
+        }
+
+    @staticmethod
+    def _pause(seconds: float, cancel: threading.Event) -> None:
+        if cancel.wait(seconds):
+            raise Cancelled("Stopped.")
+
+
+def changed(pace: Pace, **values: object) -> Pace:
+    """A copy of a pace with other values."""
+    return dataclasses.replace(pace, **values)
