@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -167,25 +168,48 @@ def test_release_names_and_shapes_are_the_models():
 
 
 @LINUX
-@pytest.mark.parametrize("part", LOADERS)
-def test_no_shard_stays_in_memory_when_the_next_is_opened(copy, monkeypatch, part):
-    stem = "model" if part == "text_encoder" else "diffusion_pytorch_model"
-    tensors = stored(copy / part)
-    for path in (copy / part).glob("*.safetensors*"):
-        path.unlink()
-    write_shards(copy / part, stem, tensors, shards=4)
-    keeps = {p.name for p in (copy / part).glob("*.safetensors") if any(".norm1.linear." in k for k in load_file(p))}
-    real, opened = weights.safe_open, []
+def test_the_host_holds_what_has_arrived_and_no_more_than_one_tensor_besides(tmp_path):
+    side, count = 1536, 12
+    tensors = {f"{i}.weight": torch.full((side, side), float(i)).bfloat16() for i in range(count)}
+    tensors |= {f"{i}.weight": tensors[f"{i}.weight"].float() for i in (1, 5, 9)}
+    write_shards(tmp_path, "model", tensors, shards=4)
+    del tensors
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(count)))
+    plan = tuple((f"{i}.*", weights.Placement(F32, CPU, mapped=True)) for i in (1, 5, 9)) + parts.plain_plan(CPU, F32)
+    entries, process, one = weights.list_tensors(tmp_path), psutil.Process(), 4 * side**2
+    before, grown = process.memory_info().rss, []
 
-    def traced(path, **options):
-        assert {name for _, _, name in mapped_files(copy)} <= keeps
-        opened.append(path.name)
-        return real(path, **options)
+    def watch(*_):
+        arrived = sum(not p.is_meta and float(p[0, 0]) not in (1, 5, 9) for p in model.parameters())
+        grown.append(process.memory_info().rss - before - arrived * one)
 
-    monkeypatch.setattr(weights, "safe_open", traced)
-    model = LOADERS[part](copy, CPU, F32)
-    assert len(set(opened)) == (2 if part == "text_encoder" else 4)  # two hold nothing but dead layers
-    assert {name for _, _, name in mapped_files(copy)} == (keeps if part == "transformer" else set()), model
+    weights.fill(model, entries, plan, "model", watch)
+    assert len(grown) == count and max(grown) < 1.5 * one
+    assert [float(p[-1, -1]) for p in model.parameters()] == list(range(count))
+    assert {name for _, _, name in mapped_files(tmp_path)} == {entries[f"{i}.weight"].file.name for i in (1, 5, 9)}
+
+
+def test_reading_by_way_of_a_block_gives_the_same_bytes(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    for size in (1, 7, 93, 94, 200):
+        target = torch.zeros(93, dtype=torch.uint8)
+        with (tmp_path / "x").open("rb", buffering=0) as file:
+            file.seek(7)
+            weights._read_staged(file, target, size)
+        assert target.tolist() == list(range(7, 100))
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_named(copy, monkeypatch):
+    real = checkpoint.check_tensors
+
+    def shrink(where, *rest):
+        real(where, *rest)
+        path = where / "diffusion_pytorch_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-5000])
+
+    monkeypatch.setattr(checkpoint, "check_tensors", shrink)
+    assert "is damaged: it ends before its last tensor does" in refused(copy, "vae")
 
 
 @pytest.mark.parametrize("part", LOADERS)
