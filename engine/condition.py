@@ -47,9 +47,8 @@ def _read(opened: Callable[[], AbstractContextManager[Image.Image]], name: str) 
         raise RequestError(f"{name} has more than {MAX_PIXELS} pixels. Make it smaller first.") from error
     except FileNotFoundError as error:
         raise RequestError(f"{name} does not exist. Check the path.") from error
-    except (
-        Exception
-    ) as error:  # Pillow raises whatever the broken bytes lead to: struct.error, SyntaxError, EOFError, ...
+    except Exception as error:
+        # Pillow raises whatever the broken bytes lead to: struct.error, SyntaxError, EOFError, ...
         raise RequestError(f"{name} can't be read ({error}). Save it again, or give another one.") from error
 
 
@@ -70,7 +69,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise RequestError(f"The picture has floating-point pixels, whose range is unknown. {_ADVICE}")
     if image.mode.startswith("I"):
-        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535) / 257
+        grey = np.clip(np.asarray(image, dtype=np.float32), 0, 65535) / 257
         return Image.fromarray(np.rint(grey).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -6,7 +6,7 @@ norm. The last two layers and the norm influence nothing, so they are dropped an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +101,6 @@ def dead_prefixes(config: Any) -> tuple[str, ...]:
     """Prefixes of the text model's parameters that influence nothing and need not be loaded (0.8 GiB as released)."""
     last = config.num_hidden_layers
     return (*(f"layers.{i}." for i in range(last - DEAD_LAYERS, last)), "norm.")
-
-
-def live_weights(weights: Mapping[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The entries of a text model's state dict (keys as in the model) that a trimmed model has."""
-    dead = dead_prefixes(config)
-    return {key: value for key, value in weights.items() if not key.startswith(dead)}
 
 
 def trim(model: nn.Module) -> nn.Module:

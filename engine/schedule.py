@@ -6,7 +6,6 @@ from end points that are shifted already and shifts them once more: 50 steps at 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,6 @@ def build_scheduler(
     shift = _check_shift(scheduler.config.shift if shift is None else shift)
     fresh = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, shift=shift)
     fresh.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
-    fresh.set_begin_index(0)
     return fresh
 
 
@@ -74,7 +72,7 @@ def _check_steps(steps: int) -> int:
 
 
 def _check_shift(shift: float) -> float:
-    number = isinstance(shift, (int, float, np.number)) and not isinstance(shift, bool) and math.isfinite(shift)
+    number = isinstance(shift, (int, float, np.number)) and not isinstance(shift, bool)
     if not number or not MIN_SHIFT <= shift <= MAX_SHIFT:
         raise RequestError(f"shift = {shift!r} must be a number from {MIN_SHIFT} to {MAX_SHIFT:g}; PAN2's is 9.")
     return float(shift)

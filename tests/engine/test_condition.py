@@ -174,9 +174,11 @@ def test_the_pixel_limit_is_checked_before_anything_is_decoded():
         open_image(io.BytesIO(bomb))
 
 
-def test_a_picture_too_narrow_for_the_canvas_is_refused():
-    with pytest.raises(RequestError, match="too narrow for a video of 1248 x 704"):
-        prepare_image(Image.new("RGB", (20_000, 1)), 704, 1248)
+def test_a_picture_too_narrow_for_the_canvas_is_refused(monkeypatch):
+    monkeypatch.setattr(condition_module, "MAX_PIXELS", 32 * 64 * 10)
+    assert prepare_image(Image.new("RGB", (20, 1)), 32, 64).shape[-1] == 64
+    with pytest.raises(RequestError, match="21 x 1, too narrow for a video of 64 x 32"):
+        prepare_image(Image.new("RGB", (21, 1)), 32, 64)
 
 
 def test_floating_point_pixels_are_refused():

@@ -106,9 +106,11 @@ class Linear:
     device = torch.device("cpu")
 
     def __init__(self, positive, negative, dtype=torch.float32):
-        self.velocities, self.dtype, self.calls = {1.0: positive, -1.0: negative}, dtype, []
+        self.velocities, self.dtype = {1.0: positive, -1.0: negative}, dtype
+        self.prepared, self.calls = [], []
 
     def prepare(self, text, condition, sigmas):
+        self.prepared.append(text.shape)
         return text[0, 0, 0].item()
 
     def velocity(self, latents, k, prepared):
@@ -116,12 +118,13 @@ class Linear:
         return torch.full_like(latents, self.velocities[prepared], dtype=self.dtype)
 
 
-def run_linear(model, guidance, negative=True, steps=2, **changes):
+def run_linear(model, guidance, negative=True, steps=2, as_list=True, **changes):
     text = torch.ones(1, 3, 4)
     scheduler = build_scheduler(FlowMatchEulerDiscreteScheduler(shift=9.0), steps)
     noise = torch.zeros(1, 2, 1, 2, 2)
     arguments = {"condition": make_condition((2, 1, 2, 2)), "noise": noise, "scheduler": scheduler} | changes
-    return list(denoise(model, text, -text if negative else None, guidance=guidance, **arguments))
+    run = denoise(model, text, -text if negative else None, guidance=guidance, **arguments)
+    return list(run) if as_list else run
 
 
 @pytest.mark.parametrize("guidance", [1.0, 0.5, 0.0, -1.0])
@@ -183,7 +186,7 @@ def test_a_run_cancelled_beforehand_does_no_work():
     model = Linear(1.0, 1.0)
     with pytest.raises(Cancelled, match="after 0 of 2"):
         run_linear(model, 2.5, cancel=cancel)
-    assert model.calls == []
+    assert model.prepared == model.calls == []
 
 
 def test_values_that_are_not_finite_end_the_run_with_the_step_named():
@@ -199,8 +202,14 @@ def test_values_that_are_not_finite_end_the_run_with_the_step_named():
     assert [k for k, _ in model.calls] == [0, 1]
 
 
-def test_gradients_are_off_in_the_loop_and_as_before_outside_it(t2v):
-    for step in t2v.run():
+def test_gradients_are_off_in_the_loop_and_as_before_outside_it():
+    class Trainable(Linear):
+        scale = torch.nn.Parameter(torch.ones(()))
+
+        def velocity(self, latents, k, prepared):
+            return self.scale * super().velocity(latents, k, prepared)
+
+    for step in run_linear(Trainable(1.0, 2.0), 2.5, as_list=False):
         assert torch.is_grad_enabled()
         assert not step.latents.requires_grad
 
