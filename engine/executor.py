@@ -76,16 +76,18 @@ class LocalExecutor:
                 return
             precision = choose_precision(settings, self.device)
             if self.folder is None:
-                self._load_folder(report)
+                self._load_folder(DTYPES[precision], report)
             self.transformer = None
             self._precision = None
             self.transformer = files.load_transformer(self.folder, self.device, DTYPES[precision], report)
             self._precision = precision
 
-    def _load_folder(self, report: Report) -> None:
+    def _load_folder(self, transformer_dtype: torch.dtype, report: Report) -> None:
         folder = files.resolve(self.checkpoint, report)
-        self.info = files.describe(folder)
         text_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtypes = {"transformer": transformer_dtype, "text_encoder": text_dtype, "vae": torch.float32}
+        self.info = files.describe(folder)
+        files.require_room(self.info, self.device, dtypes)
         self.scheduler = files.load_scheduler(folder)
         self.text = files.load_text_encoder(folder, self.device, text_dtype, report)
         self.vae = files.load_vae(folder, self.device, torch.float32, report)

@@ -1,12 +1,18 @@
 """Fixtures that several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.preset import Defaults, Preset, Size
 from engine.request import Limits
 from tests.toy import write_toy_checkpoint
+
+# Toy models are faster on one thread than on many that wait for each other; programs that tests start inherit it.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
