@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import uvicorn
 
+import app
 from engine import record
 from engine.engine import Readiness
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
 from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.jobs import Jobs
 from engine.preset import Preset
 from engine.request import Request
 from engine.video import VideoWriter, thumbnail
@@ -25,14 +29,15 @@ GIB = 2**30
 
 @dataclass
 class Pace:
-    """Seconds of one load, text, step and chunk; `fail_at`: "text", "denoise" or "decode" raises there; `warning`: said
-    in the text stage."""
+    """Seconds of one load, text, step and chunk; `fail_at`: "text", "denoise" or "decode" raises there, the last after
+    `fail_after` frames; `warning`: said in the text stage."""
 
     load: float = 0.0
     text: float = 0.0
     step: float = 0.0
     chunk: float = 0.0
     fail_at: str | None = None
+    fail_after: int = 1
     warning: str | None = None
 
 
@@ -128,7 +133,7 @@ class Double:
         size = (request.height, request.width)
         with VideoWriter(folder, *size, self.preset.fps, request.frames, {"request": request.to_json()}) as writer:
             while done < request.frames and not partial:
-                if self.pace.fail_at == "decode" and done > request.frames // 2:
+                if self.pace.fail_at == "decode" and done >= self.pace.fail_after:
                     raise RuntimeError("a fault <b>of ours</b>")
                 count = min(16 if done else 1, request.frames - done)
                 frames = pattern(done, count, *size)
@@ -178,6 +183,29 @@ class Double:
             raise Cancelled("Stopped.")
 
 
-def changed(pace: Pace, **values: object) -> Pace:
-    """A copy of a pace with other values."""
-    return dataclasses.replace(pace, **values)
+@dataclass
+class Served:
+    """A page that is being served. engine: its double."""
+
+    url: str
+    engine: Double
+    jobs: Jobs
+
+
+@contextmanager
+def serve(engine: Double, outputs: Path) -> Iterator[Served]:
+    """The real page over a double, on a free port, until the block is left."""
+    jobs = Jobs(engine, outputs)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app.server(engine, jobs), log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.02)
+    try:
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, jobs)
+    finally:
+        server.should_exit = True
+        thread.join(20)

@@ -16,6 +16,9 @@ from engine.request import Request
 from engine.shapes import frames_of_seconds
 from engine.web.words import pixels
 
+# Shapes whose logarithms differ by less than this look the same: 7 : 4 and 16 : 9.
+SAME_SHAPE = 0.05
+
 
 @dataclass(frozen=True)
 class Form:
@@ -132,7 +135,8 @@ def size_menu(preset: Preset) -> list[tuple[str, str]]:
 
 
 def fitting_size(preset: Preset, image: str | None) -> str | None:
-    """The menu's size whose shape is nearest to a picture's; None for a picture that can't be read (refused later)."""
+    """The first size of the menu that has about a picture's shape; None for a picture that can't be read (that is said
+    later). Sizes of nearly the same shape differ in cost, and the menu begins with the cheap ones."""
     try:
         picture = open_image(image) if image else None
     except RequestError:
@@ -140,7 +144,8 @@ def fitting_size(preset: Preset, image: str | None) -> str | None:
     if picture is None:
         return None
     shape = math.log(picture.width / picture.height)
-    return size_value(min(preset.sizes, key=lambda size: abs(math.log(size.width / size.height) - shape)))
+    far = [abs(math.log(size.width / size.height) - shape) for size in preset.sizes]
+    return size_value(next(size for size, by in zip(preset.sizes, far, strict=True) if by < min(far) + SAME_SHAPE))
 
 
 def unknown_words(preset: Preset, prompt: str) -> list[str]:

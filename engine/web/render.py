@@ -185,7 +185,8 @@ def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
     if stage is None:
         return Row(LABELS[name], "todo")
     share = stage.done / stage.total if stage.total else 0.0
-    if stage.seconds is not None:
+    # Only a video that can be fetched makes the last stage whole.
+    if stage.seconds is not None and (name != "file" or state.video):
         # A stage that was stopped part of the way has ended too, but not at its end.
         cut = stage.total is not None and 0 < stage.done < stage.total
         detail = f"{stage.done} of {stage.total}" if cut else words.duration(stage.seconds)
