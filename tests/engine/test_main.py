@@ -91,7 +91,10 @@ def test_a_missing_checkpoint_is_exit_code_1(preset, tmp_path, capsys):
 def test_ctrl_c_stops_and_leaves_nothing_half_done(preset, tmp_path):
     command = [sys.executable, "-m", "engine", "x", "--preset", preset, "--steps", "100", "--frames", "97"]
     process = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "out.mp4")], stderr=subprocess.PIPE, text=True, env=os.environ | {"LANG": "C"}
+        [*command, "--out", str(tmp_path / "out.mp4")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"LANG": "C"},
     )
     for line in process.stderr:
         if "about" in line:
