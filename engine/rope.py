@@ -47,8 +47,12 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each adjacent pair (a, b) of the head into (a cos - b sin, b cos + a sin).
 
     x float32 [B, tokens, heads, head size]; cos, sin float32 [tokens, head size / 2]. Returns x's shape, float32.
-    Pairs as complex numbers make this one multiplication; on a CPU that is ten times faster than shuffling halves.
+    Pairs as complex numbers make this one multiplication: on a CPU about ten times faster than the formula below,
+    which is for the compiler, as that has no complex numbers and fuses the formula instead.
     """
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    turned = pairs * torch.complex(cos, sin)[:, None]
-    return torch.view_as_real(turned).flatten(-2)
+    pairs = x.unflatten(-1, (-1, 2))
+    cos, sin = cos[:, None], sin[:, None]
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin)).flatten(-2)

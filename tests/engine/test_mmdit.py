@@ -156,12 +156,13 @@ def test_cast_keeps_norm1_in_float32():
 @torch.no_grad()
 def test_autocast_keeps_the_streams_in_float32():
     case = Case("tf_hd128")
-    model = case.model()
+    model, streams = case.model(), []
+    model.transformer_blocks[0].register_forward_pre_hook(lambda _, arguments: streams.extend(arguments[:2]))
     with torch.autocast("cpu", torch.bfloat16):
         output = model(*case.inputs)
         prepared = model.prepare(case.input("encoder_hidden_states"), split(case.input("hidden_states"))[1], [0.5])
-        assert prepared.text.dtype == torch.float32
         model.velocity(split(case.input("hidden_states"))[0], 0, prepared)
+    assert [stream.dtype for stream in streams] == [torch.float32] * 4
     assert output.dtype == torch.float32
     assert_near(output, case["output_exact"], **BF16)
 
