@@ -1,0 +1,337 @@
+"""Latents to frames: an iterator of chunks on the host, the same for every path.
+
+Paths: "plain" (our streaming decoder, any device) and "reference" (the decoder of diffusers in strict fp32, the truth
+that the others are measured against). `explain` says which one runs and why; nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.condition import denormalise
+from engine.errors import Cancelled, EngineError, RequestError
+from engine.settings import DecodeSettings
+from engine.shapes import SPATIAL_FACTOR, video_frames
+from engine.vae_stream import DecoderState, StreamDecoder, check_supported
+
+PATHS = ("plain", "reference")
+PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
+RING = 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Cancel = threading.Event | Callable[[], bool] | None
+
+
+class Choice(NamedTuple):
+    """path and precision that run, and a sentence that says why."""
+
+    path: str
+    precision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ChunkStats:
+    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass."""
+
+    seconds: float
+    latents: int
+    path: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class FrameChunk:
+    """frames: uint8 [t, H, W, 3] in memory of the decoder, valid until the second chunk after this one is asked for;
+    start: index of the first."""
+
+    start: int
+    frames: np.ndarray
+    stats: ChunkStats
+
+
+def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
+    """Which path and precision these settings mean on a device, and why. RequestError where there is no such path."""
+    device = torch.device(device)
+    path, precision = settings.path, settings.precision
+    if path not in ("auto", *PATHS):
+        raise RequestError(f'There is no decode path "{path}" here; there are {", ".join(PATHS)} (auto takes plain).')
+    if path == "reference":
+        if precision not in ("auto", "fp32"):
+            raise RequestError(f"The reference decodes in fp32 only, not in {precision}; choose fp32 or path plain.")
+        return Choice("reference", "fp32", "asked for: the decoder of diffusers in strict fp32")
+    why = "asked for" if path == "plain" else "the fastest path that is here"
+    if precision != "auto":
+        return Choice("plain", precision, f"{why}; {precision} was asked for")
+    return Choice("plain", *_auto_precision(device, why))
+
+
+def _auto_precision(device: torch.device, why: str) -> tuple[str, str]:
+    if device.type != "cuda":
+        return "fp32", f"{why}; fp32 because 16 bits gain nothing on {device.type}"
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return "bf16", f"{why}; bf16 because it cannot overflow and this GPU multiplies it at full speed"
+    return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
+
+
+def decode(
+    vae: nn.Module,
+    latents: Tensor,
+    settings: DecodeSettings | None = None,
+    cancel: Cancel = None,
+    passes: Sequence[int] = PASSES,
+) -> Iterator[FrameChunk]:
+    """Decode one video, chunk by chunk: 1 frame, then 16 a chunk (4 latent frames a pass).
+
+    vae: a diffusers AutoencoderKLWan, whose device is the one that computes; latents: fp32 [1, 48, F, h, w],
+    normalised, any device; passes: latent frames of each pass, the last number repeats. cancel is read before each
+    pass: what was decoded is delivered, then Cancelled is raised. Frames are round(255 * clamp(x / 2 + 0.5, 0, 1)).
+    Raises RequestError for wrong input before anything runs, EngineError where values are not finite.
+
+    On CUDA the next pass is started before a chunk is handed out, and frames go to pinned memory on their own stream.
+    """
+    run = _Run(vae, latents, settings or DecodeSettings(), passes)
+    return _deliver(run, _stopper(cancel))
+
+
+def float_frames(
+    vae: nn.Module,
+    latents: Tensor,
+    settings: DecodeSettings | None = None,
+    cancel: Cancel = None,
+    passes: Sequence[int] = PASSES,
+) -> Iterator[Tensor]:
+    """As `decode`, for measuring: fp32 [t, 3, H, W] in [-1, 1] before rounding, on the VAE's device, yours to keep."""
+    run = _Run(vae, latents, settings or DecodeSettings(), passes)
+    return _measure(run, _stopper(cancel))
+
+
+def _stopper(cancel: Cancel) -> Callable[[], bool]:
+    if cancel is None:
+        return lambda: False
+    return cancel.is_set if isinstance(cancel, threading.Event) else cancel
+
+
+class _Run:
+    """One request: checked input, the chosen path with its state, and where in the video it is."""
+
+    def __init__(self, vae: nn.Module, latents: Tensor, settings: DecodeSettings, passes: Sequence[int]) -> None:
+        check_supported(vae)
+        self.device = vae.post_quant_conv.weight.device
+        self.choice = explain(settings, self.device)
+        self.latents = _checked(latents, vae.config["z_dim"])
+        self.total = video_frames(self.latents.shape[2])
+        self.height, self.width = (SPATIAL_FACTOR * n for n in self.latents.shape[3:])
+        self.dtype = DTYPES[self.choice.precision]
+        self.passes = _spans(self.latents.shape[2], passes)
+        self.config = vae.config
+        if self.choice.path == "plain":
+            with torch.no_grad():
+                decoder, state = StreamDecoder(vae, self.dtype), DecoderState()
+            self.path = lambda z: decoder.run(z, state)
+        else:
+            self.path = _reference(vae)
+
+    def pieces(self, span: slice) -> Iterator[Tensor]:
+        """The frames of one pass as pieces [t, h, w, 12]. Take them inside `_computing`."""
+        latents = self.latents[:, :, span].to(self.device)
+        return self.path(denormalise(latents, self.config)[0].to(self.dtype))
+
+    def chunk(self, span: slice) -> tuple[int, int]:
+        """First frame and number of frames that the latent frames of a pass decode to."""
+        start = video_frames(span.start) if span.start else 0
+        return start, video_frames(span.stop) - start
+
+    def not_finite(self, span: slice) -> EngineError:
+        """The error for a pass whose output holds NaN or infinity."""
+        start, count = self.chunk(span)
+        return EngineError(
+            f"Stage decode, chunk {self.passes.index(span)} (frames {start} to {start + count - 1}, path "
+            f"{self.choice.path}, {self.choice.precision}): values that are not finite. The latents were finite, so "
+            "the VAE's weights are damaged or this precision overflows; decode again with precision fp32 to tell which."
+        )
+
+    def cancelled(self, span: slice) -> Cancelled:
+        """The error that ends a run before this pass."""
+        return Cancelled(f"Decoding was stopped after {self.chunk(span)[0]} of {self.total} frames.")
+
+
+def _checked(latents: Tensor, channels: int) -> Tensor:
+    """The latents, or what is wrong with them."""
+    shape = list(latents.shape)
+    if len(shape) != 5 or shape[0] != 1 or shape[1] != channels or 0 in shape:
+        raise RequestError(
+            f"The decoder takes latents [1, {channels}, frames, height/16, width/16] of one video, not {shape}; "
+            "decode the videos of a batch one after another."
+        )
+    if not bool(torch.isfinite(latents).all()):
+        raise EngineError("Stage denoise: the latents hold NaN or infinity, so decoding was not begun.")
+    return latents
+
+
+def _spans(latent_frames: int, passes: Sequence[int]) -> list[slice]:
+    """Cut the latent frames into passes; the last length repeats."""
+    if not passes or min(passes) < 1:
+        raise RequestError(f"passes = {list(passes)}: each needs one latent frame or more; {list(PASSES)} is usual.")
+    spans, start = [], 0
+    while start < latent_frames:
+        stop = min(latent_frames, start + passes[min(len(spans), len(passes) - 1)])
+        spans.append(slice(start, stop))
+        start = stop
+    return spans
+
+
+def _reference(vae: nn.Module) -> Callable[[Tensor], Iterator[Tensor]]:
+    """The decoder of diffusers, one latent frame a call as its own `_decode` does, with a feature cache of ours."""
+    dtype = vae.post_quant_conv.weight.dtype
+    if dtype != torch.float32:
+        raise RequestError(f"The reference needs the VAE's weights in fp32, these are {dtype}; load the VAE in fp32.")
+    cache: list[Tensor | str | None] = [None] * sum("CausalConv3d" in type(m).__name__ for m in vae.decoder.modules())
+
+    def run(z: Tensor) -> Iterator[Tensor]:
+        x = vae.post_quant_conv(z.unsqueeze(0))
+        for frame in x.split(1, dim=2):
+            first = cache[0] is None
+            y = vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=first)
+            yield y[0].permute(1, 2, 3, 0)
+
+    return run
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """No autograd, and fp32 products in true fp32 (no TF32, no bf16 inside) on every backend; put back afterwards."""
+    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.set_float32_matmul_precision(matmul)
+
+
+def _finite(piece: Tensor) -> Tensor:
+    """A boolean on the piece's device; one pass, no temporary of its size."""
+    low, high = torch.aminmax(piece)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _to_bytes(piece: Tensor) -> Tensor:
+    """uint8 [t, 2h, 2w, 3] = round(255 * clamp(x / 2 + 0.5, 0, 1)), contiguous."""
+    values = piece.float().div(2).add_(0.5).clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+    t, h, w, _ = values.shape
+    return values.unflatten(-1, (3, 2, 2)).permute(0, 1, 5, 2, 4, 3).reshape(t, 2 * h, 2 * w, 3)
+
+
+def _measure(run: _Run, stop: Callable[[], bool]) -> Iterator[Tensor]:
+    for span in run.passes:
+        if stop():
+            raise run.cancelled(span)
+        with _computing():
+            pieces = list(run.pieces(span))
+            finite = all(bool(_finite(piece)) for piece in pieces)
+            frames = torch.cat([_planes(piece) for piece in pieces])
+        del pieces
+        if not finite:
+            raise run.not_finite(span)
+        yield frames
+        del frames
+
+
+def _planes(piece: Tensor) -> Tensor:
+    """fp32 [t, 3, 2h, 2w] in [-1, 1]."""
+    t, h, w, _ = piece.shape
+    spread = piece.float().clamp(-1, 1).unflatten(-1, (3, 2, 2)).permute(0, 3, 1, 5, 2, 4)
+    return spread.reshape(t, 3, 2 * h, 2 * w)
+
+
+class _Ring:
+    """Three host buffers in turn (pinned for CUDA), so that two chunks stay readable while the next one is written."""
+
+    def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
+        self.shape, self.pinned = shape, pinned
+        self.buffers: list[Tensor] = []
+        self.turn = 0
+
+    def next(self) -> Tensor:
+        """The buffer whose chunk was asked for longest ago."""
+        if len(self.buffers) < RING:
+            self.buffers.append(torch.empty(self.shape, dtype=torch.uint8, pin_memory=self.pinned))
+        buffer = self.buffers[self.turn]
+        self.turn = (self.turn + 1) % RING
+        return buffer
+
+
+class _HostCopy:
+    """Where a pass leaves its frames: straight into the ring on a CPU, over a stream of its own on CUDA."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run, self.cuda = run, run.device.type == "cuda"
+        longest = max(run.chunk(span)[1] for span in run.passes)
+        self.ring = _Ring((longest, run.height, run.width, 3), self.cuda)
+        self.stream = torch.cuda.Stream(run.device) if self.cuda else None
+
+    def start(self, span: slice) -> _Pending:
+        """Run a pass. On CUDA this only queues the work; on a CPU the frames are there when it returns."""
+        began, buffer, done, finite = time.perf_counter(), self.ring.next(), 0, []
+        with _computing():
+            for piece in self.run.pieces(span):
+                finite.append(_finite(piece))
+                frames = _to_bytes(piece)
+                self._copy(frames, buffer[done : done + len(frames)])
+                done += len(frames)
+            flag = torch.stack(finite).all()
+        return _Pending(self, span, buffer[:done], flag, began)
+
+    def _copy(self, frames: Tensor, target: Tensor) -> None:
+        if self.stream is None:
+            target.copy_(frames)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.run.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(frames, non_blocking=True)
+        frames.record_stream(self.stream)
+
+
+class _Pending:
+    """A pass that was started; `chunk` waits for it."""
+
+    def __init__(self, copy: _HostCopy, span: slice, frames: Tensor, flag: Tensor, began: float) -> None:
+        self.copy, self.span, self.frames, self.flag, self.began = copy, span, frames, flag, began
+        self.event = copy.stream.record_event() if copy.stream is not None else None
+
+    def chunk(self) -> FrameChunk:
+        """The frames, once they are on the host; EngineError where they are not finite."""
+        run = self.copy.run
+        if self.event is not None:
+            self.event.synchronize()
+        if not bool(self.flag):
+            raise run.not_finite(self.span)
+        latents = self.span.stop - self.span.start
+        stats = ChunkStats(time.perf_counter() - self.began, latents, run.choice.path, run.choice.precision)
+        return FrameChunk(run.chunk(self.span)[0], self.frames.numpy(), stats)
+
+
+def _deliver(run: _Run, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
+    copy = _HostCopy(run)
+    ahead = 1 if copy.cuda else 0
+    started: deque[_Pending] = deque()
+    for span in run.passes:
+        if stop():
+            yield from (pending.chunk() for pending in started)
+            raise run.cancelled(span)
+        started.append(copy.start(span))
+        while len(started) > ahead:
+            yield started.popleft().chunk()
+    yield from (pending.chunk() for pending in started)
