@@ -228,7 +228,7 @@ def test_a_fresh_model_learns(autocast):
 def test_a_block_compiles_as_one_graph_for_all_sizes(batch2):
     model = batch2.model()
     block = model.transformer_blocks[0]
-    compiled = torch.compile(block, dynamic=True, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(block, dynamic=True, fullgraph=True, backend="eager")
     for frames, tokens in ((2, 5), (3, 7)):
         latents, _, text = random_inputs(model, frames=frames, tokens=tokens)
         x, rope = torch.randn(1, frames * 6, model.config.dim), model.rope(latents.shape)
