@@ -86,15 +86,13 @@ class Page:
         gr.Examples([[text] for text in preset.examples], fields["prompt"], label="Examples", api_visibility="private")
         with gr.Row():
             longest = (preset.limits.frames - 1) / preset.fps
-            fields["seconds"] = gr.Slider(
-                0.5, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=140
-            )
-            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", scale=5, min_width=140)
+            fields["seconds"] = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", min_width=170)
+            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", min_width=170)
         with gr.Row(elem_id="seed"):
             fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
             fields["randomise"] = gr.Checkbox(start.randomise, label="New seed each time", min_width=120)
         with gr.Accordion("First frame", open=False):
-            fields["image"] = first_frame(label="The video starts with this picture", height=180)
+            fields["image"] = first_frame(label="The video starts with this picture", height=180, elem_id="picture")
         with gr.Accordion("Advanced", open=False):
             self._advanced(start)
         with gr.Row(elem_id="go"):
@@ -146,8 +144,9 @@ class Page:
 
     def look(self, values: Values) -> dict[Any, Any]:
         """What a page that follows a job has to change."""
-        state = self._find(values[self.job])
-        fresh = self._fragments(state)
+        job = values[self.job]
+        state = self._find(job)
+        fresh = self._fragments(state) | ({} if state or not job else self._lost(job))
         busy = state is not None and not state.over
         stopping = busy and state.id in self._stopping
         return {part: html for part, html in fresh.items() if html != values[part]} | {
@@ -165,22 +164,28 @@ class Page:
         if state is None:
             return model
         return model | {
-            self.player: render.player(state, preset.fps),
+            # One frame can be seen before a second one makes it a video.
+            self.player: render.player(state, preset.fps, poster=(state.folder / "thumbnail.jpg").is_file()),
             self.strip: render.strip(state, preset.fps),
             self.messages: render.of_job(state),
             self.details: render.details(state, memory_now()),
         }
+
+    def _lost(self, job: str) -> dict[Any, str]:
+        defaults = self.preset.defaults
+        place = render.empty(defaults.height, defaults.width)
+        return {self.player: place, self.strip: "", self.details: "", self.messages: render.lost(job)}
 
     def reopen(self, values: Values) -> dict[Any, Any]:
         """A page was opened: follow the job that it knows, and put what that job was asked for into the form."""
         job = values[self.job]
         state = self._find(job)
         if state is None:
-            lost = {self.job: "", self.messages: render.lost(job)} if job else {}
-            return self.look({**values, self.job: ""}) | lost
+            return self.look(values) | ({self.job: ""} if job else {})
         form = dataclasses.asdict(Form.of(self.preset, state.request))
-        shown = {self.fields[name]: value for name, value in form.items() if name not in NOT_FILLED}
-        return self.look(values) | shown
+        if form["size"] not in [value for _, value in size_menu(self.preset)]:
+            del form["size"]
+        return self.look(values) | {self.fields[name]: form[name] for name in form if name not in NOT_FILLED}
 
     def start(self, values: Values) -> dict[Any, Any]:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
@@ -221,7 +226,7 @@ class Page:
 
     def tell_system(self) -> str:
         """Model, devices, precision, decoder path, versions, memory."""
-        return render.system(self.engine.about(), self.engine.readiness(), memory_now())
+        return render.system(self.engine.about() | {"gradio": gr.__version__}, self.engine.readiness(), memory_now())
 
 
 def build(engine: Engine, jobs: Jobs) -> gr.Blocks:

@@ -64,8 +64,8 @@ def _canvas(height: int, width: int, clear: float, title: str, text: str = "") -
     )
 
 
-def player(state: JobState, fps: int) -> str:
-    """The player of a job, or its place before there are frames.
+def player(state: JobState, fps: int, poster: bool = False) -> str:
+    """The player of a job, or its place before there are frames. poster: there is a thumbnail to show until it plays.
 
     The element only changes its attributes from one snapshot to the next, so that it goes on playing.
     """
@@ -74,8 +74,8 @@ def player(state: JobState, fps: int) -> str:
         return _canvas(request.height, request.width, _cleared(state), *_before_frames(state))
     address = f'src="live/{state.id}.mp4"' + (f' final="video/{state.id}.mp4"' if state.video else "")
     size = f'width="{request.width}" height="{request.height}" style="--ratio: {request.width} / {request.height}"'
-    label = escape(request.prompt)
-    return f'<live-video {address} {size} frames="{request.frames}" fps="{fps}" label="{label}"></live-video>'
+    words_ = f'label="{escape(request.prompt)}"' + (f' poster="thumbnail/{state.id}.jpg"' if poster else "")
+    return f'<live-video {address} {size} frames="{request.frames}" fps="{fps}" {words_}></live-video>'
 
 
 def _cleared(state: JobState) -> float:
@@ -114,16 +114,11 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
     )
     if estimate is None:
         return f'<p class="plan">{picture}. How long it takes is known once the model is loaded.</p>'
-    parts = (
-        f"{words.roughly(estimate.denoise)} for the steps, {words.roughly(estimate.decode)} for decoding; "
-        f"by {escape(estimate.basis)}"
-    )
-    hint = ""
-    if estimate.total > LONG_WAIT:
-        hint = ' <span class="long">A shorter video, a smaller size or fewer steps are quicker.</span>'
+    hint = " A shorter video, a smaller size or fewer steps are quicker." if estimate.total > LONG_WAIT else ""
     return (
-        f'<p class="plan">{picture}. <strong title="{parts}">Takes about {words.roughly(estimate.total)}</strong>'
-        f" on this machine.{hint}</p>"
+        f'<p class="plan" title="Reckoned by {escape(estimate.basis)}">{picture}. '
+        f"<strong>Takes about {words.roughly(estimate.total)}</strong> on this machine: "
+        f"{words.roughly(estimate.denoise)} of steps, {words.roughly(estimate.decode)} of decoding.{hint}</p>"
     )
 
 
@@ -189,10 +184,10 @@ def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
     if stage.seconds is not None and (name != "file" or state.video):
         # A stage that was stopped part of the way has ended too, but not at its end.
         cut = stage.total is not None and 0 < stage.done < stage.total
-        detail = f"{stage.done} of {stage.total}" if cut else words.duration(stage.seconds)
+        detail = f"{stage.done}/{stage.total}" if cut else words.duration(stage.seconds)
         return Row(LABELS[name], "stopped" if cut else "done", detail, share if cut else 1.0)
     phase: Phase = state.status if state.status in ("failed", "stopped") else "now"
-    detail = f"{stage.done} of {stage.total}" if stage.total else words.duration(stage.elapsed)
+    detail = f"{stage.done}/{stage.total}" if stage.total else words.duration(stage.elapsed)
     # While it runs it is never shown as whole.
     return Row(LABELS[name], phase, detail, min(share, 0.99))
 

@@ -10,7 +10,9 @@ NAME_LENGTH = 48
 
 
 def duration(seconds: float) -> str:
-    """0.8 s, 12 s, 2 min 10 s, 1 h 5 min."""
+    """20 ms, 0.8 s, 12 s, 2 min 10 s, 1 h 5 min."""
+    if seconds < 0.095:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -142,6 +142,7 @@ def test_the_plan_tells_frames_and_time_and_refusals_before_the_click(page):
     assert "49 frames at 24 a second" in text and "448 x 256" in text and "Takes about" in text
     long = Elements(page.tell_plan(values(page, seconds=5, size="704x1248"))).text
     assert "minutes" in long and "quicker" in long
+    assert Elements(page.tell_plan(values(page, seconds=0))).text.startswith("1 frame at")
     assert "at most" in Elements(page.tell_plan(values(page, size="992x1024"))).text
     page.engine.close()
     assert "once the model is loaded" in page.tell_plan(values(page))
@@ -259,6 +260,20 @@ def test_a_job_that_is_gone_is_said_and_forgotten(page):
     assert page.reopen(values(page)).keys() == {page.model, page.generate, page.stop, page.timer}
 
 
+def test_a_job_of_the_api_is_followed_though_the_menu_lacks_its_size(page, jobs):
+    job = jobs.submit(PRESET.request(prompt="a", height=64, width=96, frames=1, steps=1))
+    seen = page.reopen(values(page, job))
+    assert page.fields["size"] not in seen and seen[page.fields["seconds"]] == 0
+    jobs.wait(job)
+
+
+def test_a_page_that_outlived_the_server_says_so(page):
+    seen = page.look(values(page, "20260101-000000-0"))
+    assert "not known here any more" in seen[page.messages]
+    assert "Your video appears here" in seen[page.player]
+    assert seen[page.generate].interactive and not seen[page.timer].active
+
+
 def test_the_second_job_says_what_is_before_it(page, jobs):
     jobs.engine.pace.step = 5
     first, second = start(page), start(page)
@@ -300,8 +315,8 @@ def test_every_text_of_a_visitor_is_escaped(page, jobs):
 
 
 def test_durations_and_sizes_are_short():
-    assert [words.duration(s) for s in (0.04, 9.96, 59.6, 130, 3600, 3900)] == [
-        "0.0 s", "10 s", "1 min", "2 min 10 s", "1 h", "1 h 5 min",
+    assert [words.duration(s) for s in (0.04, 0.8, 9.96, 59.6, 130, 3600, 3900)] == [
+        "40 ms", "0.8 s", "10 s", "1 min", "2 min 10 s", "1 h", "1 h 5 min",
     ]  # fmt: skip
     assert [words.roughly(s) for s in (0.2, 1, 33, 130, 1500, 9000)] == [
         "1 second", "1 second", "35 seconds", "2 minutes", "25 minutes", "2.5 hours",
