@@ -27,7 +27,7 @@ from engine.vae_stream import DecoderState, StreamDecoder, check_supported
 PATHS = ("plain", "reference")
 PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
 RING = 3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Cancel = threading.Event | Callable[[], bool] | None
 
 
@@ -66,13 +66,23 @@ def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
     if path not in ("auto", *PATHS):
         raise RequestError(f'There is no decode path "{path}" here; there are {", ".join(PATHS)} (auto takes plain).')
     if path == "reference":
-        if precision not in ("auto", "fp32"):
-            raise RequestError(f"The reference decodes in fp32 only, not in {precision}; choose fp32 or path plain.")
-        return Choice("reference", "fp32", "asked for: the decoder of diffusers in strict fp32")
+        return _explain_reference(precision, device)
+    if precision == "tf32":
+        raise RequestError("Only the reference decodes in tf32; choose path reference, or bf16, fp16 or fp32.")
     why = "asked for" if path == "plain" else "the fastest path that is here"
     if precision != "auto":
         return Choice("plain", precision, f"{why}; {precision} was asked for")
     return Choice("plain", *_auto_precision(device, why))
+
+
+def _explain_reference(precision: str, device: torch.device) -> Choice:
+    if precision in ("auto", "fp32"):
+        return Choice("reference", "fp32", "asked for: the decoder of diffusers in strict fp32")
+    if precision != "tf32":
+        raise RequestError(f"The reference decodes in fp32 only, not in {precision}; choose fp32 or path plain.")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        raise RequestError(f"{device} has no tf32: that needs an NVIDIA GPU of 2020 or later; choose precision fp32.")
+    return Choice("reference", "tf32", "asked for: the decoder of diffusers as PyTorch runs it, tf32 in convolutions")
 
 
 def _auto_precision(device: torch.device, why: str) -> tuple[str, str]:
@@ -208,10 +218,11 @@ def _reference(vae: nn.Module) -> Callable[[Tensor], Iterator[Tensor]]:
 
 
 @contextmanager
-def _computing() -> Iterator[None]:
-    """No autograd, and fp32 products in true fp32 (no TF32, no bf16 inside) on every backend; put back afterwards."""
+def _computing(precision: str) -> Iterator[None]:
+    """No autograd, and fp32 products in true fp32 (no bf16 inside, TF32 in convolutions only where it was asked for) on
+    every backend; put back afterwards."""
     cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.no_grad():
@@ -238,7 +249,7 @@ def _measure(run: _Run, stop: Callable[[], bool]) -> Iterator[Tensor]:
     for span in run.passes:
         if stop():
             raise run.cancelled(span)
-        with _computing():
+        with _computing(run.choice.precision):
             pieces = list(run.pieces(span))
             finite = all(bool(_finite(piece)) for piece in pieces)
             frames = torch.cat([_planes(piece) for piece in pieces])
@@ -285,7 +296,7 @@ class _HostCopy:
     def start(self, span: slice) -> _Pending:
         """Run a pass. On CUDA this only queues the work; on a CPU the frames are there when it returns."""
         began, buffer, done, finite = time.perf_counter(), self.ring.next(), 0, []
-        with _computing():
+        with _computing(self.run.choice.precision):
             for piece in self.run.pieces(span):
                 finite.append(_finite(piece))
                 frames = _to_bytes(piece)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from engine.errors import RequestError
 
 Precision = Literal["auto", "fp32", "bf16"]
-DecodePrecision = Literal["auto", "fp32", "bf16", "fp16"]
+DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 DecodePath = Literal["auto", "plain", "reference"]
 
 
@@ -44,7 +44,7 @@ class DenoiseSettings(_Checked):
 @dataclass(frozen=True)
 class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
-    ("auto": fp32 on a CPU, bf16 on a GPU; the reference is always fp32)."""
+    ("auto": fp32 on a CPU, bf16 on a GPU; the reference takes fp32, and tf32 where a GPU has it)."""
 
     path: DecodePath = "auto"
     precision: DecodePrecision = "auto"
