@@ -1,4 +1,4 @@
-"""The command line: `python -m engine "a red circle moves right" --out out.mp4`."""
+"""The command line: `python -m engine "a red circle moves right" --out out.mp4`, and `python -m engine compare ...`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engine import compare_cli
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, RequestError
-from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.events import (
+    Event,
+    FramesMeasured,
+    FramesReady,
+    SideStarted,
+    StageEnded,
+    StageStarted,
+    StepDone,
+    VideoFinished,
+    Warned,
+)
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
 from engine.settings import DecodeSettings, DenoiseSettings
@@ -29,7 +40,12 @@ BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
 def parser() -> argparse.ArgumentParser:
     """The arguments; what is left out comes from the preset."""
-    parser = argparse.ArgumentParser("python -m engine", description="Make a video of a prompt.")
+    parser = argparse.ArgumentParser(
+        "python -m engine",
+        description="Make a video of a prompt.",
+        epilog='About comparing decoders: "python -m engine compare --help". A video of that word: python -m engine -- '
+        "compare",
+    )
     parser.add_argument("prompt", help="what the video shows, what happens when, how the camera moves")
     parser.add_argument("--out", type=Path, default=Path("out.mp4"), help="the mp4 to write (default: out.mp4)")
     model = parser.add_argument_group("model")
@@ -100,8 +116,12 @@ class Progress:
         match event:
             case StageStarted(stage, total):
                 self.bar = tqdm(total=total, desc=f"{stage:8}", unit="step" if stage == "denoise" else "frame")
+            case SideStarted(side, path, precision, reason):
+                tqdm.write(f"Side {side.upper()}: {path}, {precision} ({reason})", file=sys.stderr)
             case StepDone():
                 self.bar.update()
+            case FramesMeasured(done):
+                self.bar.update(done - self.bar.n)
             case FramesReady(_, frames):
                 self.bar.update(len(frames))
             case StageEnded(_, seconds):
@@ -164,18 +184,24 @@ def job_folder(arguments: argparse.Namespace) -> Iterator[Path]:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: done; 1: failed; 2: bad input; 130: stopped. Anything but 0 leaves one line on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    given = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    comparing = words[:1] == ["compare"]
+    given = compare_cli.parser().parse_args(words[1:]) if comparing else parser().parse_args(words)
     cancel = threading.Event()
     # The first Ctrl-C stops within a step or chunk and keeps what is there; the second one ends the program.
     signal.signal(signal.SIGINT, lambda *_: (cancel.set(), signal.signal(signal.SIGINT, signal.default_int_handler)))
     try:
-        stats = generate(given, cancel)
+        stats = compare_cli.compare(given, cancel, Progress().show) if comparing else generate(given, cancel)
     except (EngineError, KeyboardInterrupt) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         stopped = isinstance(error, (Cancelled, KeyboardInterrupt))
         return STOPPED if stopped else BAD_INPUT if isinstance(error, RequestError) else FAILED
     if given.json:
         print(json.dumps(stats, ensure_ascii=False))
+    elif comparing:
+        print(compare_cli.table(stats))
+    if comparing:
+        return FAILED if compare_cli.failed(stats) else 0
     return STOPPED if stats["partial"] else 0
 
 

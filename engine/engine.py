@@ -18,7 +18,9 @@ import torch
 
 from engine import estimate as cost
 from engine import record
+from engine.compare import Decoder
 from engine.condition import make_condition, open_image
+from engine.decode_cost import CompareCost, DecodeCosts
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
@@ -29,7 +31,8 @@ from engine.preset import Preset
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
-from engine.shapes import latent_shape
+from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.sides import Comparison, RandomLatents, open_latents
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
 
@@ -59,6 +62,7 @@ class Engine:
         self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
         self._rates: cost.Rates | None = None
+        self._costs = DecodeCosts(self.executor.device.type)
         self._busy, self._loading = threading.Lock(), threading.Lock()
 
     def generate(self, request: Request, folder: Path, cancel: threading.Event | None = None) -> Iterator[Event]:
@@ -102,6 +106,35 @@ class Engine:
             notes = {"latents": saved.metadata} | self._machine()
             yield from self._deliver(telemetry, saved.tensor, settings, folder, notes, cancel)
 
+    def compare(
+        self,
+        latents: Path | RandomLatents,
+        a: DecodeSettings,
+        b: DecodeSettings,
+        folder: Path,
+        cancel: threading.Event | None = None,
+        frames: int | None = None,
+    ) -> Iterator[Event]:
+        """Decode the same latents in two ways and measure how far they are apart, into `folder`.
+
+        latents: a file, or noise of a seed; frames: so many from the start (4n + 1), None for all. The last event is
+        ComparisonFinished. What fails on one side is said in its figures; errors as of `generate` if no side is left.
+        """
+        cancel = cancel or threading.Event()
+        tensor, facts = open_latents(latents, frames, self.preset)
+        for settings in (a, b):
+            self._decoder(settings)  # what this machine does not have is refused before any work
+        with (
+            self._exclusive(),
+            Telemetry(self.executor.device) as telemetry,
+            Comparison(tensor, facts, folder, self.preset.fps) as comparison,
+        ):
+            yield from self._stage(telemetry, "load", self.load)
+            for side, settings in (("a", a), ("b", b)):
+                yield from comparison.run(side, settings, self.executor, telemetry, cancel)
+            self._learn_sides(comparison)
+            yield from comparison.finish(self._machine())
+
     def load(self, settings: DenoiseSettings | None = None) -> None:
         """Load what is not there yet and measure this machine; `readiness` tells how far it is.
 
@@ -113,7 +146,9 @@ class Engine:
                 if not self.executor.holds(settings):
                     self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
                     self.executor.load(settings, self._report)
-                self._rates = self._rates or self.executor.measure(self.preset)
+                if self._rates is None:
+                    self._rates = self.executor.measure(self.preset)
+                    self._costs.learn(self._decoder(self.preset.decode), self._rates.voxels, 1.0)
             except Exception as error:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 self._readiness = Readiness("failed", words)
@@ -129,6 +164,12 @@ class Engine:
         if self._rates is None:
             return None
         return cost.estimate(self.executor.transformer.config, request, self._rates)
+
+    def estimate_comparison(self, a: DecodeSettings, b: DecodeSettings, latents: tuple[int, int, int]) -> CompareCost:
+        """What a comparison of latents [frames, height, width] will take. RequestError for an absent decoder."""
+        config = self.executor.vae.config if self.executor.folder else None
+        costs = [self._costs.predict(self._decoder(settings), latents, config) for settings in (a, b)]
+        return CompareCost(*costs, frames=video_frames(latents[0]), pixels=latents[1] * latents[2] * SPATIAL_FACTOR**2)
 
     def about(self) -> dict[str, str]:
         """What runs here, for people to read."""
@@ -148,6 +189,7 @@ class Engine:
         """Give back every byte."""
         self.executor.close()
         self._rates = None
+        self._costs = DecodeCosts(self.executor.device.type)
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
     # The stages of a run, in order.
@@ -276,6 +318,17 @@ class Engine:
     def _learn_decode(self, latents: torch.Tensor, share: float, seconds: float) -> None:
         voxels = share * latents[0, 0].numel()
         self._rates = dataclasses.replace(self._rates, voxels=voxels / seconds)
+
+    def _learn_sides(self, comparison: Comparison) -> None:
+        frames, height, width = comparison.latents.shape[2:]
+        for side in comparison.sides:
+            if side.seconds:
+                voxels = frames * height * width
+                added = side.added / (height * width) if side.added is not None else None
+                self._costs.learn(side.decoder, voxels, side.seconds, added)
+
+    def _decoder(self, settings: DecodeSettings) -> Decoder:
+        return Decoder(*self.executor.explain_decode(settings)[:2])
 
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."

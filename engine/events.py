@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Stage = Literal["load", "text", "image", "denoise", "decode", "file"]
+Stage = Literal["load", "text", "image", "denoise", "decode", "file", "measure", "compare"]
+# Of a video; a comparison measures, decodes and writes each side, then compares.
 STAGES: tuple[Stage, ...] = ("load", "text", "image", "denoise", "decode", "file")
 
 
@@ -64,4 +65,48 @@ class VideoFinished:
     stats: dict[str, Any]
 
 
-Event = StageStarted | StageEnded | StepDone | FramesReady | Warned | VideoFinished
+@dataclass(frozen=True)
+class SideStarted:
+    """A comparison begins with side "a" or "b": what decodes it and why."""
+
+    side: str
+    path: str
+    precision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FramesMeasured:
+    """So many frames of a side exist before rounding."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class SideEnded:
+    """figures: of this side as in compare.json; "error" says in words why it has no result."""
+
+    side: str
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ComparisonFinished:
+    """result: as in compare.json."""
+
+    result: dict[str, Any]
+
+
+Event = (
+    StageStarted
+    | StageEnded
+    | StepDone
+    | FramesReady
+    | Warned
+    | VideoFinished
+    | SideStarted
+    | FramesMeasured
+    | SideEnded
+    | ComparisonFinished
+)

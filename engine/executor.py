@@ -14,7 +14,7 @@ from PIL import Image
 
 import engine.checkpoint as files
 from engine.condition import encode_image, make_condition, prepare_image
-from engine.decode import FrameChunk, decode, explain
+from engine.decode import FrameChunk, decode, explain, float_frames
 from engine.denoise import Step, denoise
 from engine.errors import RequestError
 from engine.estimate import Rates, request_flops, request_voxels
@@ -135,6 +135,13 @@ class LocalExecutor:
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
         """Frames of normalised latents fp32 [1, 48, F, h, w], chunk by chunk on the host."""
         return decode(self.vae, latents.to(self.device), settings, cancel)
+
+    def float_frames(
+        self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event
+    ) -> Iterator[torch.Tensor]:
+        """The same frames before rounding, for measuring: fp32 [t, 3, H, W] in [-1, 1] on the host."""
+        for frames in float_frames(self.vae, latents.to(self.device), settings, cancel):
+            yield frames.cpu()
 
     def measure(self, preset: Preset) -> Rates:
         """A short run at the preset's size: warms the device up and tells how fast it is."""

@@ -21,7 +21,7 @@ def toy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy_checkpoint(tmp_path_factory.mktemp("toy") / "checkpoint")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy_preset(toy_checkpoint: Path) -> Preset:
     """A preset of the toy checkpoint: 64 x 96 (height x width), 9 frames, 2 steps."""
     defaults = Defaults(height=64, width=96, frames=9, steps=2, shift=9.0, guidance=2.5, prompt="a red circle")

@@ -1,0 +1,92 @@
+"""What a decode will take here, by decoder: from earlier runs where there were any, else from how decoders compare."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from engine.compare import SSIM_THREADS, Decoder
+
+# Time relative to the fastest, on two CPU cores and on one H200. A guess for other machines, until they have run it.
+RELATIVE = {
+    "cpu": {("plain", "fp32"): 1, ("plain", "bf16"): 30, ("plain", "fp16"): 30, ("reference", "fp32"): 3},
+    "cuda": {("plain", "fp32"): 10, ("reference", "fp32"): 12, ("reference-tf32", "tf32"): 1.6},
+}
+SSIM_SECONDS = 0.6e-6  # a pixel and thread
+# Elements that the causal convolutions remember, a latent position and a channel of decoder_base_dim: 2.9 GiB in 16 bit
+# at 704 x 1248 with 256 channels.
+REMEMBERED = 1772
+# Tensors of the largest layer that are alive at once: input, output, its norm, a copy, and what the library needs.
+ALIVE = 6
+SLICE_BYTES = 2**30  # of an activation on our own paths on CUDA
+
+
+@dataclass(frozen=True)
+class DecodeCost:
+    """seconds: of one delivery, None before anything was measured here; bytes: on top of what is loaded; measured:
+    whether this decoder has run here (else it is a guess)."""
+
+    seconds: float | None
+    bytes: int
+    measured: bool
+
+
+@dataclass(frozen=True)
+class CompareCost:
+    """What a comparison will take. total: seconds with both passes of both sides, the measuring and the files."""
+
+    a: DecodeCost
+    b: DecodeCost
+    frames: int
+
+    pixels: int
+
+    @property
+    def total(self) -> float | None:
+        """Seconds from click to figures."""
+        if self.a.seconds is None or self.b.seconds is None:
+            return None
+        measuring = self.frames * self.pixels * SSIM_SECONDS / min(SSIM_THREADS, os.cpu_count() or 1)
+        return 2 * (self.a.seconds + self.b.seconds) + measuring + 2.0
+
+
+class DecodeCosts:
+    """Remembers how fast each decoder was and how much memory it took. device_type: "cpu" or "cuda"."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._rates: dict[Decoder, float] = {}
+        self._bytes: dict[Decoder, float] = {}
+
+    def learn(self, decoder: Decoder, voxels: float, seconds: float, added: float | None = None) -> None:
+        """One delivery. voxels: latent positions of all frames; added: bytes a latent position of one frame."""
+        self._rates[decoder] = voxels / max(seconds, 1e-9)
+        if added is not None:
+            self._bytes[decoder] = added
+
+    def predict(self, decoder: Decoder, latents: tuple[int, int, int], config: Any) -> DecodeCost:
+        """latents: frames, height, width; config: of the VAE, None before it is loaded."""
+        frames, height, width = latents
+        rate = self._rates.get(decoder) or self._guess(decoder)
+        area = height * width
+        known = self._bytes.get(decoder)
+        needed = known * area if known is not None else self._formula(decoder, area, config)
+        return DecodeCost(frames * area / rate if rate else None, int(needed), decoder in self._rates)
+
+    def _guess(self, decoder: Decoder) -> float | None:
+        if not self._rates:
+            return None
+        base, rate = next(iter(self._rates.items()))
+        relative = RELATIVE.get(self.device_type, {})
+        return rate * relative.get(base, 1) / relative.get(decoder, 1)
+
+    def _formula(self, decoder: Decoder, area: int, config: Any) -> float:
+        channels = config["decoder_base_dim"] or config["base_dim"] if config else 256
+        size = 4 if decoder.precision in ("fp32", "tf32") else 2
+        remembered = REMEMBERED * channels * area * size
+        # Four frames at half the height and width of the picture, twice the channels at the top.
+        largest = 4 * (8 * 8 * area) * 2 * channels * size
+        if not decoder.path.startswith("reference") and self.device_type == "cuda":
+            largest = min(largest, SLICE_BYTES)
+        return remembered + ALIVE * largest
