@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,17 +46,17 @@ KINDS = (
 
 @dataclass
 class Pool:
-    """latents: bf16 [n, 24, 13, h, w], normalised; groups: captions by length, see `equal_lengths`."""
+    """latents: bf16 [n, 24, 13, h, w], normalised; ids: CAPTIONS token lists a video; groups: by length."""
 
     kind: Kind
     latents: Tensor
-    captions: list[str]
+    ids: list[list[int]]
     groups: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def regroup(self, ids: PromptIds) -> None:
+    def regroup(self) -> None:
         """Sort the captions by length and drop lengths too rare for a batch of different videos."""
-        groups = equal_lengths(ids(self.captions), self.latents.device)
-        least = max(1, len(self.captions) // 100)
+        groups = equal_lengths(self.ids, self.latents.device)
+        least = max(1, len(self.ids) // 60)
         self.groups = {length: group for length, group in groups.items() if len(group[0]) >= least}
 
     def draw(self, count: int, frames: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -96,20 +95,14 @@ def make_pool(
     scenes = world.sample(count, kind.things, rng, moving_camera=kind.moving_camera, wide=kind.image)
     captions = [varied_caption(scenes.words(i), rng, 0.55) for i in range(count) for _ in range(CAPTIONS)]
     size = (kind.size[0] // shrink, kind.size[1] // shrink)
-    pool = Pool(kind, encoder(scenes, size, frames), captions)
-    pool.regroup(ids)
+    pool = Pool(kind, encoder(scenes, size, frames), ids(captions))
+    pool.regroup()
     return pool
 
 
-def extend_pool(pool: Pool, more: Pool, ids: PromptIds) -> None:
-    pool.latents = torch.cat([pool.latents, more.latents])
-    pool.captions += more.captions
-    pool.regroup(ids)
-
-
-def replace_in_pool(pool: Pool, make: Callable[[int], Pool], ids: PromptIds, first: int, count: int) -> None:
-    """Put `count` new videos in place of those from `first` on."""
-    fresh = make(count)
+def replace_in_pool(pool: Pool, fresh: Pool, first: int) -> None:
+    """Put new videos in place of those from `first` on."""
+    count = len(fresh.latents)
     pool.latents[first : first + count] = fresh.latents
-    pool.captions[first * CAPTIONS : (first + count) * CAPTIONS] = fresh.captions
-    pool.regroup(ids)
+    pool.ids[first * CAPTIONS : (first + count) * CAPTIONS] = fresh.ids
+    pool.regroup()

@@ -78,6 +78,8 @@ def _dit(options: argparse.Namespace, device: str, log: TrainingLog) -> None:
     student = Student(len(ids.tokenizer), ids.start).to(device)
     if options.source and list(options.source.glob("student_*")):
         load_student(student, options.source)
+    # cuDNN's attention plans anew for every shape, and there are many lengths of captions.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "cuda" and not options.no_compile:
         make_fast(student.transformer)
     trainer = Trainer(_dit_plan(options), student, encoder, ids, device, log)
