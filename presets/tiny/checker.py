@@ -29,13 +29,15 @@ TURNED = 0.88  # outlines that overlap less than this with the first frame's hav
 
 @dataclass(frozen=True)
 class ThingSeen:
-    """match: overlap (intersection over union) of the outline with the named shape's; solid: one part of one colour."""
+    """solid: one part of one colour; match: overlap (intersection over union) of the outline with the named shape's;
+    shape_at_end: what the last frame alone shows."""
 
     colour: str
     shape: str
     motion: str
     solid: bool
     match: float
+    shape_at_end: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ def look(video: Tensor) -> Seen:
     mask = _foreground(pixels, scene, frames)
     masks, counts, shares = _separate(mask)
     steady = counts.count(len(masks)) >= 0.8 * len(counts)
-    things = tuple(_look_at(pixels, part, scene, time, steady and share > 0.85) for part, share in zip(masks, shares, strict=True))
+    things = tuple(
+        _look_at(pixels, part, scene, time, steady and share > 0.85)
+        for part, share in zip(masks, shares, strict=True)
+    )
     words = scene.words(0)
     return Seen(words.kind, words.ground, words.camera, things)
 
@@ -76,6 +81,8 @@ def score(seen: Seen, words: Words) -> dict[str, bool]:
     for key in ("colour", "shape", "motion"):
         marks[key] = counted and all(getattr(thing, key) == getattr(wanted, key) for thing, wanted in pairs)
     marks["all_three"] = marks["colour"] and marks["shape"] and marks["motion"]
+    ends_well = counted and all(thing.shape_at_end == wanted.shape for thing, wanted in pairs)
+    marks["recognisable"] = marks["colour"] and ends_well
     return marks
 
 
@@ -178,13 +185,15 @@ def _look_at(pixels: Tensor, mask: Tensor, scene: world.Scenes, time: Tensor, wh
     area = mask.sum((1, 2)).float()
     present = torch.nonzero(area > SMALLEST * mask[0].numel())[:, 0]
     if len(present) < 3:
-        return ThingSeen("none", "none", "none", False, 0.0)
+        return ThingSeen("none", "none", "none", False, 0.0, "none")
     colour, coherence = _colour(pixels, mask)
     motion = _motion(mask[present], scene, time[present])
     largest = present[area[present].argsort(descending=True)[:3]]
     shape, match = _shape(mask[largest], turned=motion == "spin")
+    ends = bool(present[-1] == len(area) - 1)
+    shape_at_end = _shape(mask[-1:], turned=motion == "spin")[0] if ends else "none"
     solid = whole and coherence > 0.75 and len(present) >= 0.9 * len(area)
-    return ThingSeen(colour, shape, motion, solid, match)
+    return ThingSeen(colour, shape, motion, solid, match, shape_at_end)
 
 
 def _colour(pixels: Tensor, mask: Tensor) -> tuple[str, float]:

@@ -48,8 +48,8 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def new_text_model(vocabulary_size: int) -> nn.Module:
-    config = Qwen3_5TextConfig(
+def text_config(vocabulary_size: int) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(
         vocab_size=vocabulary_size,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
@@ -61,8 +61,13 @@ def new_text_model(vocabulary_size: int) -> nn.Module:
         layer_types=["full_attention"] * LAYERS,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
+        # Weights are trained under bf16 autocast and stored so.
+        dtype="bfloat16",
     )
-    return Qwen3_5TextModel(config)
+
+
+def new_text_model(vocabulary_size: int) -> nn.Module:
+    return Qwen3_5TextModel(text_config(vocabulary_size)).float()
 
 
 class PromptIds:
