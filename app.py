@@ -25,7 +25,7 @@ from engine.jobs import Jobs, JobState
 from engine.preset import preset_from_environment, preset_names
 from engine.settings import DecodePath
 from engine.telemetry import memory_now
-from engine.web import render
+from engine.web import render, words
 from engine.web.api import add_api
 from engine.web.files import first_frame
 from engine.web.form import Form, fitting_size, size_menu, unknown_words
@@ -83,11 +83,17 @@ class Page:
             start.prompt, label="Prompt", lines=3, max_lines=12, placeholder="What happens, where, how the camera moves"
         )
         self.hint = gr.HTML(elem_id="hint", **PLAIN)
-        gr.Examples([[text] for text in preset.examples], fields["prompt"], label="Examples", api_visibility="private")
+        gr.Examples(
+            [[text] for text in preset.examples],
+            fields["prompt"],
+            label="Examples",
+            example_labels=[words.beginning(text) for text in preset.examples],
+            api_visibility="private",
+        )
         with gr.Row():
             longest = (preset.limits.frames - 1) / preset.fps
-            fields["seconds"] = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", min_width=170)
-            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", min_width=170)
+            fields["seconds"] = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=150)
+            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", scale=5, min_width=170)
         with gr.Row(elem_id="seed"):
             fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
             fields["randomise"] = gr.Checkbox(start.randomise, label="New seed each time", min_width=120)
@@ -310,15 +316,18 @@ def main() -> None:
     engine = Engine(preset, arguments.device)
     arguments.outputs.mkdir(parents=True, exist_ok=True)
     jobs = Jobs(engine, arguments.outputs)
-    print(f"{preset.title}: http://{arguments.host}:{arguments.port}", flush=True)
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.
-    uvicorn.run(
+    config = uvicorn.Config(
         server(engine, jobs),
         host=arguments.host,
         port=arguments.port,
         log_level="warning",
         timeout_graceful_shutdown=2,
     )
+    # Bound before the model is loaded: a port that is taken is said at once, and a waiting visitor is let in.
+    listener = config.bind_socket()
+    print(f"{preset.title}: http://{arguments.host}:{arguments.port}", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def _before_frames(state: JobState) -> tuple[str, str]:
 def lost(job: str) -> str:
     """What to say of a job that this server doesn't know."""
     return (
-        f'<p class="message">The video {escape(job)} is not known here any more: the server was started again since. '
-        "Its files are still in the outputs folder.</p>"
+        f'<p class="message">The video {escape(job)} is not known here any more: the server may have been started '
+        "again since. What it left is in the outputs folder.</p>"
     )
 
 

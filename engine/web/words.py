@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 def roughly(seconds: float) -> str:
     """A duration that claims no more precision than an estimate has: 8 seconds, 40 seconds, 3 minutes, 1 hour."""
-    steps = ((20, 1), (90, 5), (600, 60), (5400, 300), (float("inf"), 1800))
+    steps = ((20, 1), (90, 5), (600, 30), (5400, 300), (float("inf"), 1800))
     step = next(step for limit, step in steps if seconds < limit)
     value = max(step, round(seconds / step) * step)
     if value < 90:
@@ -53,6 +53,12 @@ def pixels(height: int, width: int) -> str:
 def counted(number: int, thing: str) -> str:
     """1 frame, 2 frames."""
     return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def beginning(text: str, length: int = 46) -> str:
+    """The first sentence of a prompt, or as many of its words as fit."""
+    first = re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0].rstrip(".")
+    return first if len(first) <= length else first[: length + 1].rsplit(" ", 1)[0].rstrip(",;:") + " …"
 
 
 def file_name(request: Request) -> str:

@@ -1,5 +1,6 @@
 """The page in a real browser, over an engine double: what a visitor does, and what must survive it."""
 
+import json
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
@@ -96,6 +97,11 @@ def test_a_video_plays_while_it_is_made_and_then_once_more(served, open_page, tm
     assert download.value.suggested_filename == "a-red-circle-moves-right-123.mp4"
     download.value.save_as(tmp_path / "a.mp4")
     assert probe(tmp_path / "a.mp4").frames == 97
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("summary").click()
+    page.get_by_role("button", name="Copy as JSON").click()
+    says(page, "Copied")
+    assert json.loads(page.evaluate("navigator.clipboard.readText()"))["prompt"] == PROMPT
     page.wait_for_function(f"{VIDEO}.ended")
     assert page.evaluate(f"{VIDEO}.duration") == pytest.approx(97 / 24, abs=0.05)
 
