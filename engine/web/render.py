@@ -195,7 +195,7 @@ def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
 def sentence(state: JobState, fps: int) -> str:
     """What happens now, or what became of it."""
     if state.status == "queued":
-        waits = f"{words.counted(state.position, 'video')} before yours" if state.position else "yours is next"
+        waits = f"{words.counted(state.position, 'job')} before yours" if state.position else "yours is next"
         return f"Waiting in the queue: {waits}."
     if state.over:
         return _outcome(state)

@@ -278,7 +278,7 @@ def test_the_second_job_says_what_is_before_it(page, jobs):
     jobs.engine.pace.step = 5
     first, second = start(page), start(page)
     seen = page.look(values(page, second))
-    assert "1 video before yours" in seen[page.strip]
+    assert "1 job before yours" in seen[page.strip]
     assert "In the queue" in seen[page.player]
     page.cancel(first)
     page.cancel(second)
