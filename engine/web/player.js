@@ -160,7 +160,7 @@
       return this.source.readyState === "ended";
     }
 
-    get end_seconds() {
+    get endSeconds() {
       const ranges = this.buffer?.buffered;
       return ranges?.length ? ranges.end(ranges.length - 1) : 0;
     }
@@ -224,6 +224,7 @@
       on(["waiting", "playing", "pause", "ended", "seeked", "loadeddata"], () => this.show(true));
       on(["timeupdate", "durationchange"], () => this.show());
       on(["error"], () => this.video.error && this.fail(this.mediaError()));
+      document.addEventListener("visibilitychange", () => document.hidden || !this.available || this.play(), options);
       // Caught on the way down: Chromium's own controls listen on the <video> and would toggle a second time.
       const keys = (event) => event.composedPath()[0] === this.video && this.key(event);
       ["keydown", "keyup"].forEach((name) => window.addEventListener(name, keys, { ...options, capture: true }));
@@ -274,11 +275,11 @@
     /** More is there than before. */
     grown() {
       if (!this.appender || this.failed) return;
-      this.available = Math.round(this.appender.end_seconds * this.fps);
+      this.available = Math.round(this.appender.endSeconds * this.fps);
       // The last frame is there: no need to wait until the server closes the connection.
       if (this.totalFrames && this.available >= this.totalFrames) this.appender.end();
       this.complete = this.appender.ended;
-      const ahead = this.appender.end_seconds - this.video.currentTime;
+      const ahead = this.appender.endSeconds - this.video.currentTime;
       if (this.complete || ahead >= START_SECONDS) this.play();
       if (this.complete) this.maybeSwap();
       this.show(this.complete);
@@ -294,8 +295,8 @@
     }
 
     paused() {
-      // Taking a <video> out of the page pauses it, and so does the end: neither is a wish of the user.
-      if (!this.video.isConnected || this.video.ended) return;
+      // The end pauses too, and so may leaving the page or hiding it: none of them is a wish of the user.
+      if (!this.video.isConnected || this.video.ended || document.hidden) return;
       this.wanted = false;
       this.maybeSwap();
     }
@@ -355,9 +356,16 @@
       setPoster(this.video, this.snapshot() || before);
       this.loadFinal(currentTime);
       const options = { once: true, signal: this.signal };
+      this.swapping = true; // the <video> is back at zero for a moment, which is no news
       const place = () => (this.video.currentTime = ended ? this.video.duration : currentTime);
       this.video.addEventListener("loadedmetadata", place, options);
-      this.video.addEventListener("seeked", () => setPoster(this.video, before), options);
+      this.video.addEventListener("seeked", () => this.swapped(before), options);
+    }
+
+    swapped(poster) {
+      this.swapping = false;
+      setPoster(this.video, poster);
+      this.show(true);
     }
 
     snapshot() {
@@ -447,6 +455,7 @@
     /** Write the status. now: the state may have changed; otherwise counts are written a few times a second. */
     show(now = false) {
       clearTimeout(this.timer);
+      if (this.swapping && !this.failed) return;
       const state = this.state;
       if (!now && state === this.status.dataset.state && performance.now() - (this.written ?? 0) < STATUS_MS) {
         this.timer = setTimeout(() => this.show(true), STATUS_MS);
@@ -505,8 +514,9 @@
     connectedCallback() {
       clearTimeout(this.leaving);
       this.adopt();
+      const going = this.player;
       this.update();
-      if (this.player) this.player.play();
+      if (going && going === this.player) going.play(); // moving a <video> pauses it
     }
 
     disconnectedCallback() {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -24,17 +23,10 @@ from engine.video import VideoWriter
 from engine.web import live
 from engine.web.live import LiveSource, live_router
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; set CHROMIUM to its path"),
-]
+pytestmark = pytest.mark.browser
 
 HEIGHT, WIDTH, FPS, FRAMES = 176, 320, 24, 49
 SECONDS = FRAMES / FPS
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 # What the player promises to do without: inline scripts and eval.
 POLICY = "default-src 'self'; media-src 'self' blob:; img-src 'self' data:"
 VIDEO = "document.querySelector('live-video').shadowRoot.querySelector('video')"
@@ -265,14 +257,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path)
     yield site
     site.close()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
