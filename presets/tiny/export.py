@@ -1,12 +1,12 @@
-"""From training files to the checkpoint that ships: `python -m presets.tiny.export TRAINED_FOLDER [CHECKPOINT_FOLDER]`.
+"""From training files to the checkpoint that ships: `python -m presets.tiny.export TRAINED_FOLDER`.
 
 The result has the folders, names and dtypes of the released PAN2 checkpoint, so that one loader serves both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -26,9 +26,12 @@ TRANSFORMER, TEXT = "transformer.", "text.model."
 
 
 def main() -> None:
-    source = Path(sys.argv[1])
-    target = Path(sys.argv[2]) if len(sys.argv) > 2 else CHECKPOINT
-    export(source, target)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="the folder that training wrote")
+    parser.add_argument("target", type=Path, nargs="?", default=CHECKPOINT)
+    parser.add_argument("--shift", type=float, default=SHIFT, help="of the sampling schedule")
+    options = parser.parse_args()
+    export(options.source, options.target, options.shift)
 
 
 def export(source: Path, target: Path, shift: float = SHIFT) -> None:
@@ -42,6 +45,23 @@ def export(source: Path, target: Path, shift: float = SHIFT) -> None:
     tokenizer.save_pretrained(target / "tokenizer")
     write_vae(source / "vae.safetensors", target / "vae")
     write_scheduler(shift, target / "scheduler")
+
+
+def unpack(checkpoint: Path, folder: Path) -> None:
+    """The reverse of `export`: training files to go on from, made from a checkpoint."""
+    student: dict[str, Tensor] = {}
+    for path in sorted((checkpoint / "transformer").glob("*.safetensors")):
+        student |= {TRANSFORMER + name: value for name, value in load_file(path).items()}
+    dead = tuple(f"layers.{i}." for i in (2, 3))
+    for name, value in load_file(checkpoint / "text_encoder" / "model.safetensors").items():
+        if not name.startswith(dead) and name != "norm.weight":
+            student[TEXT + name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(student, folder / "student_0.safetensors")
+    config = json.loads((checkpoint / "vae" / "config.json").read_text(encoding="utf-8"))
+    stats = {f"latents.{key}": torch.tensor(config[f"latents_{key}"]) for key in ("mean", "std")}
+    weights = load_file(checkpoint / "vae" / "diffusion_pytorch_model.safetensors")
+    save_file(weights | stats, folder / "vae.safetensors")
 
 
 def _part(student: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

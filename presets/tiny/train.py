@@ -1,7 +1,7 @@
 """Train the small model: `python -m presets.tiny.train vae|dit|both --out FOLDER [--from FOLDER] [--smoke]`.
 
 Everything is written to --out as training goes: the VAE, the student (transformer and text encoder) in two files, a log,
-contact sheets. --from continues from such a folder. See TRAINING.md for the settings of the model that ships.
+contact sheets. --from continues from such a folder or a checkpoint. See TRAINING.md for the settings of the model that ships.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 
 from presets.tiny import world
 from presets.tiny.batches import accuracy_of, contact_sheet, generate, mean_scores, scores_of, to_pixels
+from presets.tiny.export import unpack
+from presets.tiny.flow import NoiseMix
 from presets.tiny.log import TrainingLog
 from presets.tiny.pools import LANDSCAPE, Encoder
 from presets.tiny.text import PromptIds, new_tokenizer
@@ -56,7 +58,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--end", type=float, default=DitPlan.end)
     parser.add_argument("--videos", type=int, default=DitPlan.videos)
     parser.add_argument("--rate", type=float, default=DitPlan.rate)
+    parser.add_argument("--noise", type=float, nargs=3, default=NoiseMix.shares, help="shares: high, middle, uniform")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--unmeasured", action="store_true", help="no gaps, checks or report: all time for training")
     parser.add_argument("--evaluate", type=int, default=0, help="prompts to evaluate at the end")
     return parser.parse_args()
 
@@ -71,6 +75,9 @@ def _vae(options: argparse.Namespace, device: str, log: TrainingLog) -> None:
 
 
 def _dit(options: argparse.Namespace, device: str, log: TrainingLog) -> None:
+    if options.source and (options.source / "transformer").is_dir():
+        unpack(options.source, options.out / "start")
+        options.source = options.out / "start"
     folder = options.out if (options.out / VAE_FILE).exists() else options.source
     vae, mean, std = load_vae(folder / VAE_FILE, device)
     encoder, ids = Encoder(vae, mean, std, device), PromptIds(new_tokenizer())
@@ -83,13 +90,15 @@ def _dit(options: argparse.Namespace, device: str, log: TrainingLog) -> None:
     if device == "cuda" and not options.no_compile:
         make_fast(student.transformer)
     trainer = Trainer(_dit_plan(options), student, encoder, ids, device, log)
-    if not options.smoke:
+    trainer.mix = NoiseMix(tuple(options.noise))
+    if not (options.smoke or options.unmeasured):
         log.write("decisive noise levels", table=decisive_levels(encoder, device))
     trainer.fill_pools()
     trainer.run(lambda: save_student(student, options.out))
     with trainer.averaged():
         save_student(student, options.out)
-        _report(trainer, options, log)
+        if not options.unmeasured:
+            _report(trainer, options, log)
 
 
 def _dit_plan(options: argparse.Namespace) -> DitPlan:
@@ -97,7 +106,7 @@ def _dit_plan(options: argparse.Namespace) -> DitPlan:
         return SMOKE_DIT
     return dataclasses.replace(
         DitPlan(), seconds=options.dit_seconds, begin=options.begin, end=options.end, videos=options.videos,
-        rate=options.rate,
+        rate=options.rate, measured=not options.unmeasured,
     )  # fmt: skip
 
 
