@@ -2,6 +2,10 @@
 
 import ast
 import dataclasses
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from html.parser import HTMLParser
@@ -553,3 +557,30 @@ def test_a_model_that_can_not_be_loaded_is_said_on_the_page(tmp_path, monkeypatc
         assert failed.wait(5)
         assert httpx.get(f"{served.url}/readyz").status_code == 503
         assert httpx.get(served.url).status_code == 200
+
+
+def test_the_real_program_over_the_real_engine(toy_checkpoint, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "app.py", "--preset", "tiny", "--checkpoint", str(toy_checkpoint), "--device", "cpu"]
+    command += ["--port", port, "--host", "127.0.0.1", "--outputs", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            until(lambda: answers(f"{url}/readyz"), seconds=120)
+            path, stats = Client(url, verbose=False).predict(
+                prompt="a red circle", seconds=0.2, height=64, width=64, steps=1, api_name="/generate"
+            )
+            assert probe(Path(path)).frames == stats["frames"] == 5
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def answers(url):
+    """Whether a server answers there, and with 200."""
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
