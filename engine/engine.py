@@ -32,7 +32,7 @@ from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
-from engine.sides import Comparison, RandomLatents, open_latents
+from engine.sides import Comparison, Option, RandomLatents, open_latents, options
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
 
@@ -123,7 +123,7 @@ class Engine:
         cancel = cancel or threading.Event()
         tensor, facts = open_latents(latents, frames, self.preset)
         for settings in (a, b):
-            self._decoder(settings)  # what this machine does not have is refused before any work
+            self.decoder(settings)  # what this machine does not have is refused before any work
         with (
             self._exclusive(),
             Telemetry(self.executor.device) as telemetry,
@@ -148,7 +148,7 @@ class Engine:
                     self.executor.load(settings, self._report)
                 if self._rates is None:
                     self._rates = self.executor.measure(self.preset)
-                    self._costs.learn(self._decoder(self.preset.decode), self._rates.voxels, 1.0)
+                    self._costs.learn(self.decoder(self.preset.decode), self._rates.voxels, 1.0)
             except Exception as error:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 self._readiness = Readiness("failed", words)
@@ -165,10 +165,18 @@ class Engine:
             return None
         return cost.estimate(self.executor.transformer.config, request, self._rates)
 
+    def decoder(self, settings: DecodeSettings) -> Decoder:
+        """Path and precision that settings mean on this machine. RequestError where there is no such path."""
+        return Decoder(*self.executor.explain_decode(settings)[:2])
+
+    def decoders(self) -> list[Option]:
+        """Every way to decode on this machine, with its reason."""
+        return options(self.executor)
+
     def estimate_comparison(self, a: DecodeSettings, b: DecodeSettings, latents: tuple[int, int, int]) -> CompareCost:
         """What a comparison of latents [frames, height, width] will take. RequestError for an absent decoder."""
         config = self.executor.vae.config if self.executor.folder else None
-        costs = [self._costs.predict(self._decoder(settings), latents, config) for settings in (a, b)]
+        costs = [self._costs.predict(self.decoder(settings), latents, config) for settings in (a, b)]
         return CompareCost(*costs, frames=video_frames(latents[0]), pixels=latents[1] * latents[2] * SPATIAL_FACTOR**2)
 
     def about(self) -> dict[str, str]:
@@ -326,9 +334,6 @@ class Engine:
                 voxels = frames * height * width
                 added = side.added / (height * width) if side.added is not None else None
                 self._costs.learn(side.decoder, voxels, side.seconds, added)
-
-    def _decoder(self, settings: DecodeSettings) -> Decoder:
-        return Decoder(*self.executor.explain_decode(settings)[:2])
 
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."

@@ -82,12 +82,13 @@ class StageState:
 class Job:
     """What is known of any job. A snapshot is a copy that nobody changes any more.
 
-    status: "stopped" means that the user stopped it; position: jobs that run before this one.
+    status: "stopped" means that the user stopped it; stopping: has been asked to; position: jobs that run before it.
     """
 
     id: str
     folder: Path
     status: Status = "queued"
+    stopping: bool = False
     position: int = 0
     stages: list[StageState] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -252,7 +253,7 @@ class Jobs:
     def cancel(self, job: str) -> None:
         """Stop a job within one step or chunk; what is decoded by then stays."""
         with self._changed:
-            self._state(job)
+            self._state(job).stopping = True
             self._cancels[job].set()
 
     def follow(self, job: str, seconds: float = 0.5) -> Iterator[Any]:

@@ -1,0 +1,125 @@
+"""The public endpoint `/compare`: two decodes of the same latents, their figures as JSON and both videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.jobs import CompareState, Jobs
+from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
+from engine.web.compare_form import CompareForm, start_form
+from engine.web.files import describe, job_file, uploaded
+
+REFUSED = "Upload the file itself: this server takes no addresses and no files of its own."
+Answer = tuple[dict[str, Any], Any, Any]
+
+
+def latents_upload(**options: Any) -> gr.File:
+    """An upload field for a safetensors file whose value is its path; the engine checks what is in it. No output of an
+    event, see `engine.web.files`."""
+    field = gr.File(file_types=[".safetensors"], type="filepath", **options)
+    move = field.async_move_resource_to_block_cache
+
+    async def move_upload(source: str | Path | None) -> str | None:
+        if "://" in str(source):
+            raise gr.Error(REFUSED, print_exception=False)
+        return await move(source)
+
+    field.async_move_resource_to_block_cache = move_upload
+    field.preprocess = lambda payload: uploaded(payload.path if payload else None)
+    return field
+
+
+def add_compare_api(engine: Engine, jobs: Jobs) -> None:
+    """Declare the endpoint inside the current gr.Blocks. What a caller leaves out is what the tab begins with."""
+
+    def compare(
+        latents: Any = None,
+        job: Any = None,
+        seed: Any = None,
+        height: Any = None,
+        width: Any = None,
+        frames: Any = None,
+        a: Any = None,
+        b: Any = None,
+    ) -> Iterator[Answer]:
+        """Decode the same latents twice and measure how far the results are apart. Answers while it works with what
+        happens, at the end with the figures and both videos.
+
+        latents: an uploaded safetensors file; job: or a video made here; seed, height, width: or random latents;
+        frames: so many from the start, 4n + 1; a, b: "path" or "path:precision".
+        """
+        start = start_form(engine)
+        standard = engine.preset.defaults
+        form = CompareForm(
+            source="file" if latents else "job" if job else "random",
+            job=job,
+            file=uploaded(latents.get("path")) if latents else None,
+            seed=start.seed if seed is None else seed,
+            size=f"{height or standard.height}x{width or standard.width}",
+            frames=frames or start.frames,
+            a=a or start.a,
+            b=b or start.b,
+        )
+        yield from run(engine, jobs, form)
+
+    numbers = ("seed", "height", "width", "frames")
+    gr.Button(visible=False).click(
+        compare,
+        inputs=[
+            latents_upload(label="latents", visible=False),
+            gr.Textbox(label="job", value=None, visible=False),
+            *(gr.Number(label=name, value=None, visible=False) for name in numbers),
+            gr.Textbox(label="a", value=None, visible=False),
+            gr.Textbox(label="b", value=None, visible=False),
+        ],
+        outputs=[
+            gr.JSON(label="figures", visible=False),
+            job_file(label="video a", visible=False),
+            job_file(label="video b", visible=False),
+        ],
+        api_name="compare",
+        preprocess=False,
+        postprocess=False,
+        concurrency_limit=CALLS_AT_ONCE,
+        show_progress="hidden",
+    )
+
+
+def run(engine: Engine, jobs: Jobs, form: CompareForm) -> Iterator[Answer]:
+    """Submit, follow and answer. A caller that goes away stops the job: nobody else knows its id.
+
+    Raises gr.Error with the engine's words.
+    """
+    try:
+        job = jobs.submit(form.request(engine, jobs.outputs)[0])
+    except EngineError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    try:
+        for state in jobs.follow(job, FOLLOW_SECONDS):
+            if not state.over:
+                yield _progress(state), None, None
+    except GeneratorExit:
+        jobs.cancel(job)
+        raise
+    yield answer(jobs.comparison(job))
+
+
+def _progress(state: CompareState) -> dict[str, Any]:
+    stage = state.stage
+    now = {"stage": stage.name, "done": stage.done, "total": stage.total} if stage else {}
+    return {"job": state.id, "status": state.status, "position": state.position, "side": state.side, **now}
+
+
+def answer(state: CompareState) -> Answer:
+    """Figures and videos. Raises gr.Error if there are none."""
+    if state.result is None:
+        raise gr.Error(state.error or "The comparison was stopped.", print_exception=False)
+    videos = {name: state.folder / side["video"] for name, side in state.result["sides"].items() if side["video"]}
+    files = [describe(videos[name], f"{name}.mp4") if name in videos else None for name in ("a", "b")]
+    return no_paths({"job": state.id, "status": state.status, **state.result}), *files

@@ -1,0 +1,121 @@
+"""The Compare tab's fields and the parameters of `/compare` on one side, a checked comparison on the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.engine import Engine
+from engine.errors import RequestError
+from engine.record import video_size
+from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
+from engine.sides import CompareRequest, Option, RandomLatents, open_latents, parse_side
+from engine.web.form import parse_size
+
+LATENTS = "latents.safetensors"
+SOURCES = {"Random latents": "random", "A video made here": "job", "A file of latents": "file"}
+BEST = "auto:auto"
+LISTED = 40
+LABEL_LENGTH = 70
+FRAMES, FRAMES_SLOW = 21, 9
+
+
+@dataclass(frozen=True)
+class CompareForm:
+    """What stands in the fields, in their order. source: one of SOURCES' values; job: of a video; file: an upload's
+    path; size: of random latents, "height x width"; frames: at most so many from the start; a, b: "path:precision"."""
+
+    source: str
+    job: str | None
+    file: str | None
+    seed: int | None
+    size: str
+    frames: int | None
+    a: str
+    b: str
+
+    def request(self, engine: Engine, outputs: Path) -> tuple[CompareRequest, tuple[int, int, int]]:
+        """The comparison that is asked for, and its latents [frames, height, width]. Raises RequestError in words."""
+        a, b = parse_side(self.a), parse_side(self.b)
+        for settings in (a, b):
+            engine.decoder(settings)
+        if self.source == "random":
+            return self._random(engine, a, b)
+        path, name = self._file(outputs)
+        try:
+            latents, _ = open_latents(path, None, engine.preset)
+        except RequestError as error:
+            # People know their file by its name; where it lies here is the server's affair.
+            raise RequestError(str(error).replace(str(path), path.name)) from error
+        frames = min(nearest_frames(self._length()), video_size(latents)[2])
+        shape = (latent_frames(frames), latents.shape[3], latents.shape[4])
+        return CompareRequest(path, a, b, frames, name), shape
+
+    def _random(self, engine: Engine, a: Any, b: Any) -> tuple[CompareRequest, tuple[int, int, int]]:
+        height, width = parse_size(self.size)
+        asked = engine.preset.request(prompt="-", seed=self.seed, frames=self.frames, height=height, width=width)
+        latents = RandomLatents(asked.seed, asked.frames, height, width)
+        shape = (latent_frames(asked.frames), height // SPATIAL_FACTOR, width // SPATIAL_FACTOR)
+        return CompareRequest(latents, a, b, None, f"random latents, seed {asked.seed}"), shape
+
+    def _file(self, outputs: Path) -> tuple[Path, str]:
+        if self.source == "file":
+            if not self.file:
+                raise RequestError("Choose a file of latents first, such as latents.safetensors of a job.")
+            return Path(self.file), Path(self.file).name
+        if self.source != "job":
+            raise RequestError(f"source = {self.source!r} is not known; choose one of {', '.join(SOURCES.values())}.")
+        known = dict((value, label) for label, value in saved_videos(outputs, None))
+        if self.job not in known:
+            raise RequestError("Choose a video that was made here; its latents must still be in the outputs folder.")
+        return outputs / self.job / LATENTS, known[self.job]
+
+    def _length(self) -> int:
+        frames = self.frames
+        if isinstance(frames, bool) or not isinstance(frames, (int, float)) or not 1 <= frames < 1e6:
+            raise RequestError(f"frames = {frames!r} must be a number of frames, 4n + 1.")
+        return int(frames)
+
+
+def saved_videos(outputs: Path, limit: int | None = LISTED) -> list[tuple[str, str]]:
+    """Label and job id of what has latents in the outputs folder, the newest first."""
+    folders = sorted((path.parent for path in outputs.glob(f"*/{LATENTS}")), key=lambda f: f.name, reverse=True)
+    return [(_label(folder), folder.name) for folder in folders[:limit]]
+
+
+def _label(folder: Path) -> str:
+    try:
+        request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+        prompt, seed, frames = str(request["prompt"]), request["seed"], request["frames"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.name
+    short = prompt if len(prompt) <= LABEL_LENGTH else prompt[: LABEL_LENGTH - 1] + "…"
+    return f"{short or 'without words'} ({frames} frames, seed {seed})"
+
+
+def has_kernel(options: Sequence[Option]) -> bool:
+    """Whether a decoder made for this kind of machine is here, besides those that run anywhere."""
+    return any(option.settings.path not in ("plain", "reference") for option in options)
+
+
+def start_form(engine: Engine) -> CompareForm:
+    """What the tab begins with: the decoder that videos get, against the fp32 reference."""
+    preset, options = engine.preset, engine.decoders()
+    names = [option.value for option in options]
+    reference = "reference:fp32" if "reference:fp32" in names else names[-1]
+    # The reference takes its time, and without a kernel so does the other side.
+    frames = min(preset.defaults.frames, FRAMES if has_kernel(options) else FRAMES_SLOW)
+    size = f"{preset.defaults.height}x{preset.defaults.width}"
+    return CompareForm("random", None, None, preset.defaults.seed or 0, size, frames, BEST, reference)
+
+
+def decoder_menu(engine: Engine) -> list[tuple[str, str]]:
+    """What the menus of both sides show and what it means; the first is what videos are decoded with."""
+    best = ", ".join(engine.decoder(parse_side(BEST)))
+    return [
+        (f"best here ({best})", BEST),
+        *((f"{o.settings.path}, {o.settings.precision}", o.value) for o in engine.decoders()),
+    ]

@@ -1,0 +1,150 @@
+"""The Compare tab: widgets, and short handlers over snapshots of comparisons. The work belongs to the job's thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import gradio as gr
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.jobs import CompareState, Jobs
+from engine.web import compare_render as render
+from engine.web.compare_api import add_compare_api, latents_upload
+from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form
+from engine.web.form import size_menu
+
+TICK_SECONDS = 0.7
+QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+PLAIN: dict[str, Any] = {"apply_default_css": False}
+
+Values = Mapping[Any, Any]
+
+
+class CompareTab:
+    """Made inside a gr.Blocks. Nothing of a visitor is kept here: a page sends what it shows and gets what differs.
+
+    demo: the Blocks, for its load event; engine: its decoders and costs; jobs: does the work.
+    """
+
+    def __init__(self, demo: gr.Blocks, engine: Engine, jobs: Jobs) -> None:
+        self.engine, self.jobs = engine, jobs
+        self.fields: dict[str, gr.components.Component] = {}
+        self.job = gr.BrowserState("", storage_key="compare", secret="compare")
+        self.timer = gr.Timer(TICK_SECONDS, active=False)
+        with gr.Tab("Compare") as self.tab, gr.Row(elem_id="compare"):
+            with gr.Column(scale=4, min_width=320, elem_id="compare-form"):
+                self._form(start_form(engine))
+            with gr.Column(scale=9, min_width=320, elem_id="compare-watch"):
+                self._watch()
+        add_compare_api(engine, jobs)
+        self._wire(demo)
+
+    # Widgets.
+
+    def _form(self, start: CompareForm) -> None:
+        fields, preset = self.fields, self.engine.preset
+        decoders = decoder_menu(self.engine)
+        gr.HTML(render.about(self.engine.decoders()), **PLAIN)
+        fields["source"] = gr.Dropdown(list(SOURCES.items()), value=start.source, label="Latents")
+        with gr.Group(visible=False, elem_classes="bare") as self.of_job:
+            fields["job"] = gr.Dropdown([], label="Video", allow_custom_value=False)
+        with gr.Group(visible=False, elem_classes="bare") as self.of_file:
+            fields["file"] = latents_upload(label="latents.safetensors of a job, here or elsewhere", height=130)
+        with gr.Row(elem_id="compare-random") as self.of_noise:
+            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
+            sizes = size_menu(preset)
+            if start.size not in dict((value, label) for label, value in sizes):
+                sizes.append((start.size, start.size))
+            fields["size"] = gr.Dropdown(sizes, value=start.size, label="Size", min_width=140)
+        longest = preset.limits.frames
+        fields["frames"] = gr.Slider(1, longest, start.frames, step=4, label="Frames from the start")
+        with gr.Row():
+            fields["a"] = gr.Dropdown(decoders, value=start.a, label="Side A", min_width=140)
+            fields["b"] = gr.Dropdown(decoders, value=start.b, label="Side B", min_width=140)
+        with gr.Row(elem_id="compare-go"):
+            self.go = gr.Button("Compare", variant="primary", scale=3)
+            self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
+        self.plan = gr.HTML(elem_id="compare-plan", **PLAIN)
+        self.model = gr.HTML(render.readiness(self.engine.readiness()), elem_id="compare-model", **PLAIN)
+
+    def _watch(self) -> None:
+        self.strip = gr.HTML(elem_id="compare-progress", **PLAIN)
+        self.messages = gr.HTML(elem_id="compare-messages", **PLAIN)
+        self.view = gr.HTML(render.EMPTY, elem_id="compare-view", **PLAIN)
+        self.result = gr.HTML(elem_id="compare-result", **PLAIN)
+
+    def _wire(self, demo: gr.Blocks) -> None:
+        form, shown = set(self.fields.values()), {self.model, self.strip, self.messages, self.view, self.result}
+        buttons = {self.go, self.stop, self.timer}
+        demo.load(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
+        self.timer.tick(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
+        self.go.click(self.start, {self.job, *form, *shown}, {self.job, self.plan, *shown, *buttons}, **QUIET)
+        self.stop.click(self.cancel, self.job, self.stop, **QUIET)
+        source = self.fields["source"]
+        groups = [self.of_job, self.of_file, self.of_noise]
+        source.change(self.choose, source, [*groups, self.fields["job"]], **QUIET)
+        # The time is known once the model is loaded, and better once a comparison is over.
+        changes = [field.change for field in (*form, self.model, self.result)]
+        gr.on([self.tab.select, *changes], self.tell_plan, form, self.plan, trigger_mode="always_last", **QUIET)
+
+    # What happens.
+
+    def choose(self, source: str) -> list[Any]:
+        """Show what belongs to a kind of latents."""
+        videos = saved_videos(self.jobs.outputs) if source == "job" else []
+        shown = [gr.update(visible=source == name) for name in ("job", "file", "random")]
+        return [*shown, gr.update(choices=videos, value=videos[0][1] if videos else None)]
+
+    def tell_plan(self, values: Values) -> str:
+        """What a click would start and cost, or why it would be refused."""
+        try:
+            request, shape = self._read(values).request(self.engine, self.jobs.outputs)
+            return render.plan(self.engine.estimate_comparison(request.a, request.b, shape), shape)
+        except EngineError as error:
+            return render.refusal(str(error))
+
+    def start(self, values: Values) -> dict[Any, Any]:
+        """Check the form and queue it. What is refused is said at once, and nothing else changes."""
+        try:
+            request, _ = self._read(values).request(self.engine, self.jobs.outputs)
+        except EngineError as error:
+            return {self.plan: render.refusal(str(error))}
+        job = self.jobs.submit(request)
+        return {self.job: job} | self.look({**values, self.job: job})
+
+    def _read(self, values: Values) -> CompareForm:
+        form = CompareForm(**{name: values[field] for name, field in self.fields.items()})
+        return form if form.file is None else dataclasses.replace(form, file=str(form.file))
+
+    def look(self, values: Values) -> dict[Any, Any]:
+        """What a page that follows a comparison has to change."""
+        state = self.jobs.comparison(values[self.job]) if values[self.job] else None
+        busy = state is not None and not state.over
+        stopping = busy and state.stopping
+        fresh = self._fragments(state)
+        return {part: html for part, html in fresh.items() if html != values[part]} | {
+            self.go: gr.Button(interactive=not busy),
+            self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
+            self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
+        }
+
+    def _fragments(self, state: CompareState | None) -> dict[Any, str]:
+        model = {self.model: render.readiness(self.engine.readiness())}
+        if state is None:
+            return model
+        return model | {
+            self.strip: render.progress(state),
+            self.messages: render.messages(state),
+            self.view: render.view(state) or render.EMPTY,
+            self.result: render.result(state),
+        }
+
+    def cancel(self, job: str) -> gr.Button:
+        """Stop within one chunk; a side that is whole by then stays."""
+        state = self.jobs.comparison(job) if job else None
+        if state is not None and not state.over:
+            self.jobs.cancel(job)
+        return gr.Button("Stopping ...", interactive=False)
