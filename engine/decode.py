@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -287,8 +287,12 @@ class _Ring:
 class _HostCopy:
     """Where a pass leaves its frames: straight into the ring on a CPU, over a stream of its own on CUDA."""
 
+    # Passes that are started before the oldest chunk is handed out: none where a pass is done when it returns.
+    AHEAD: ClassVar[dict[str, int]] = {"cuda": 1}
+
     def __init__(self, run: _Run) -> None:
         self.run, self.cuda = run, run.device.type == "cuda"
+        self.ahead = self.AHEAD.get(run.device.type, 0)
         longest = max(run.chunk(span)[1] for span in run.passes)
         self.ring = _Ring((longest, run.height, run.width, 3), self.cuda)
         self.stream = torch.cuda.Stream(run.device) if self.cuda else None
@@ -302,17 +306,19 @@ class _HostCopy:
                 frames = _to_bytes(piece)
                 self._copy(frames, buffer[done : done + len(frames)])
                 done += len(frames)
-            flag = torch.stack(finite).all()
+            # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
+            flag = torch.empty(1, dtype=torch.bool, pin_memory=self.cuda)
+            self._copy(torch.stack(finite).all(dim=0, keepdim=True), flag)
         return _Pending(self, span, buffer[:done], flag, began)
 
-    def _copy(self, frames: Tensor, target: Tensor) -> None:
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         if self.stream is None:
-            target.copy_(frames)
+            target.copy_(source)
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.run.device))
         with torch.cuda.stream(self.stream):
-            target.copy_(frames, non_blocking=True)
-        frames.record_stream(self.stream)
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self.stream)
 
 
 class _Pending:
@@ -336,13 +342,12 @@ class _Pending:
 
 def _deliver(run: _Run, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
     copy = _HostCopy(run)
-    ahead = 1 if copy.cuda else 0
     started: deque[_Pending] = deque()
     for span in run.passes:
         if stop():
             yield from (pending.chunk() for pending in started)
             raise run.cancelled(span)
         started.append(copy.start(span))
-        while len(started) > ahead:
+        while len(started) > copy.ahead:
             yield started.popleft().chunk()
     yield from (pending.chunk() for pending in started)

@@ -21,7 +21,7 @@ from engine.errors import CheckpointError
 
 HISTORY = 2  # frames that a kernel of three frames looks back
 # Bytes of one activation that a level hands to the next. Small on a CPU, so that it stays in the last level of cache.
-SLICE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+SLICE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 REQUIRED = {
     "z_dim": 48,
     "is_residual": True,

@@ -72,12 +72,22 @@ def test_stats_say_what_ran(vae):
     assert 0 < chunk.stats.seconds < 60
 
 
-def test_a_chunk_stays_valid_until_the_second_one_after_it_is_asked_for(vae):
-    run, kept = decode(vae, normal_latents(6), passes=(1,)), []
-    for chunk in run:
+@pytest.fixture(params=[0, 1], ids=["as on a CPU", "one pass ahead, as on CUDA"])
+def ahead(request, monkeypatch):
+    monkeypatch.setattr(module._HostCopy, "AHEAD", {"cpu": request.param})
+    return request.param
+
+
+def test_a_chunk_stays_valid_until_the_second_one_after_it_is_asked_for(vae, ahead):
+    kept = []
+    for chunk in decode(vae, normal_latents(6), passes=(1,)):
         kept.append((chunk.frames, chunk.frames.copy()))
         for view, copy in kept[-2:]:
             assert np.array_equal(view, copy)
+    assert np.array_equal(
+        np.concatenate([copy for _, copy in kept]),
+        np.concatenate([chunk.frames.copy() for chunk in decode(vae, normal_latents(6), passes=(1,))]),
+    )
     memory = {frames.__array_interface__["data"][0] for frames, _ in kept}
     assert len(memory) == module.RING
 
@@ -90,7 +100,7 @@ def test_float_chunks_belong_to_the_caller_and_are_not_kept(vae):
         assert all(reference() is None for reference in seen[:-1])
 
 
-def test_nothing_runs_before_a_chunk_is_asked_for(vae, monkeypatch):
+def test_a_pass_runs_when_its_chunk_is_asked_for(vae, monkeypatch, ahead):
     passes = []
     pieces = module._Run.pieces
     monkeypatch.setattr(module._Run, "pieces", lambda run, span: passes.append(span) or pieces(run, span))
@@ -98,7 +108,7 @@ def test_nothing_runs_before_a_chunk_is_asked_for(vae, monkeypatch):
     assert passes == []
     next(run)
     next(run)
-    assert len(passes) == 2
+    assert len(passes) == 2 + ahead
 
 
 def test_pixels_round_as_agreed():
@@ -110,12 +120,12 @@ def test_pixels_round_as_agreed():
 
 
 @pytest.mark.parametrize("make", [lambda event: event, lambda event: event.is_set], ids=["event", "callable"])
-def test_cancel_keeps_what_was_decoded(vae, latents, expected, make):
+def test_cancel_keeps_what_was_decoded(vae, latents, expected, make, ahead):
     event, chunks = threading.Event(), []
     with pytest.raises(Cancelled, match="after 17 of 33 frames"):
         for chunk in decode(vae, latents, PLAIN, make(event)):
             chunks.append(chunk.frames.copy())
-            if len(chunks) == 2:
+            if len(chunks) == 2 - ahead:
                 event.set()
     assert np.abs(np.concatenate(chunks).astype(int) - to_bytes(expected[:17])).max() <= 1
 
