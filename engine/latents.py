@@ -66,7 +66,8 @@ def _check(tensor: torch.Tensor, path: Path) -> None:
     shape = tuple(tensor.shape)
     if tensor.dim() != 5 or shape[0] != 1 or shape[1] != LATENT_CHANNELS or 0 in shape:
         raise RequestError(
-            f"The latents in {path} have the shape {list(shape)}; needed is [1, {LATENT_CHANNELS}, frames, height, width]."
+            f"The latents in {path} have the shape {list(shape)}; needed is "
+            f"[1, {LATENT_CHANNELS}, frames, height, width]."
         )
     if shape[3] % 2 or shape[4] % 2:
         raise RequestError(f"The latents in {path} are {shape[3]} x {shape[4]} (height x width); both must be even.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class Request:
     seed: int
     negative_prompt: str = ""
     image: Path | None = None
-    denoise: DenoiseSettings = DenoiseSettings()
-    decode: DecodeSettings = DecodeSettings()
+    denoise: DenoiseSettings = field(default_factory=DenoiseSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
 
     def to_json(self) -> dict[str, Any]:
         """The request as plain JSON values; `Request.from_json` reads it back."""
@@ -55,7 +55,7 @@ class Request:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Request:
         """The inverse of `to_json`. Unknown or missing fields are refused by name. Does not check limits."""
-        known = {field.name for field in fields(cls)}
+        known = {entry.name for entry in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise RequestError(f"A request has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
