@@ -21,7 +21,7 @@ from engine import record
 from engine.compare import Decoder
 from engine.condition import make_condition, open_image
 from engine.decode_cost import CompareCost, DecodeCosts
-from engine.errors import BusyError, Cancelled, EngineError
+from engine.errors import BusyError, Cancelled, EngineError, MediaError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
 from engine.latents import load_latents, save_latents
@@ -70,7 +70,8 @@ class Engine:
 
         Yields events; the last one is VideoFinished. Raises before any work RequestError, BusyError or ResourceError;
         during the work CheckpointError, ResourceError, MediaError, and Cancelled if stopped before there were frames.
-        A stop while frames arrive ends with a shorter, whole video instead.
+        A stop while frames arrive ends with a shorter, whole video instead. A fault while frames arrive does so too,
+        and is raised after VideoFinished.
         """
         check(request, self.preset.limits)
         image = open_image(request.image) if request.image else None
@@ -254,12 +255,14 @@ class Engine:
         notes |= {"decode": {"path": path, "precision": precision, "reason": reason}}
         height, width, frames = record.video_size(latents)
         with VideoWriter(folder, height, width, self.preset.fps, frames, record.metadata(notes)) as writer:
-            partial = yield from self._decode(telemetry, latents, settings, writer, frames, cancel)
-            video = yield from self._stage(telemetry, "file", lambda: writer.close(partial))
+            error = yield from self._decode(telemetry, latents, settings, writer, frames, cancel)
+            video = yield from self._stage(telemetry, "file", lambda: writer.close(partial=error is not None))
         size = {"frames": writer.written, "height": height, "width": width, "fps": self.preset.fps}
         stats = record.stats(notes | size, telemetry.summary(), video)
         record.write_json(folder / "stats.json", stats)
-        yield VideoFinished(video, partial, stats)
+        yield VideoFinished(video, error is not None, stats)
+        if error is not None and not isinstance(error, Cancelled):
+            raise error
 
     def _decode(
         self,
@@ -269,10 +272,11 @@ class Engine:
         writer: VideoWriter,
         frames: int,
         cancel: threading.Event,
-    ) -> Run[bool]:
-        """Frames to the writer as they arrive; returns whether the user stopped it part of the way."""
+    ) -> Run[Exception | None]:
+        """Frames to the writer as they arrive. Returns what ended it early, a stop or a fault, if there are frames to
+        keep; raises it if there are none."""
         yield StageStarted("decode", frames)
-        partial = False
+        early = None
         with telemetry.stage("decode") as stage:
             try:
                 for chunk in self.executor.decode(latents, settings, cancel):
@@ -280,13 +284,15 @@ class Engine:
                     writer.write(chunk.frames)
                     record.keep_thumbnail(writer.path.parent, chunk.frames, writer.written, frames)
                     yield FramesReady(chunk.start, chunk.frames, frames)
-            except Cancelled:
+            except MediaError:
+                raise
+            except Exception as error:
                 if not writer.written:
                     raise
-                partial = True
+                early = error
         yield StageEnded("decode", stage.seconds, stage.peaks)
         self._learn_decode(latents, writer.written / frames, stage.seconds)
-        return partial
+        return early
 
     def _stage(self, telemetry: Telemetry, name: Stage, work: Callable[[], T]) -> Run[T]:
         yield StageStarted(name)

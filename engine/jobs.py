@@ -82,7 +82,8 @@ class StageState:
 class Job:
     """What is known of any job. A snapshot is a copy that nobody changes any more.
 
-    status: "stopped" means that the user stopped it; stopping: has been asked to; position: jobs that run before it.
+    status: "stopped" means that the user stopped it; stopping: has been asked to; position: jobs that run before it;
+    partial: the result is a part of what was asked for.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Job:
     stages: list[StageState] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
+    partial: bool = False
     created: float = field(default_factory=time.time)
     started: float | None = None
     ended: float | None = None
@@ -137,7 +139,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class JobState(Job):
-    """A video. A stopped one has the part that was there as `video`, or None; stats: as in stats.json."""
+    """A video. A stopped or failed one has the part that was there as `video`, or None; stats: as in stats.json."""
 
     request: Request
     video: Path | None = None
@@ -164,8 +166,7 @@ class JobState(Job):
                 if self.first_frame_seconds is None:
                     self.first_frame_seconds = self.elapsed
             case VideoFinished(path, partial, stats):
-                self.video, self.stats = path, stats
-                self.status = "stopped" if partial else self.status
+                self.video, self.stats, self.partial = path, stats, partial
             case _:
                 super().apply(event)
 
@@ -315,7 +316,7 @@ class Jobs:
 
         def end() -> None:
             state.ended, state.error = time.time(), error
-            state.status = "stopped" if state.status == "stopped" else status
+            state.status = "stopped" if status == "finished" and state.partial else status
 
         self._update(state, end)
 

@@ -246,16 +246,17 @@ def _outcome(state: JobState) -> str:
     if state.status == "finished":
         first = state.first_frame_seconds
         return f"Done in {took}" + (f"; the first frame was there after {words.duration(first)}." if first else ".")
+    kept = f" What was decoded by then, {words.counted(_frames(state), 'frame')}, is kept." if state.video else ""
     if state.status == "failed":
-        return f"Failed after {took}." if state.started else "Failed."
+        return f"Failed after {took}.{kept}" if state.started else "Failed."
     if state.video:
-        frames = words.counted(state.stats.get("frames") or _decoded(state), "frame")
-        return f"Stopped after {took}. What was decoded by then, {frames}, is kept."
+        return f"Stopped after {took}.{kept}"
     return f"Stopped after {took}, before there were frames." if state.started else "Stopped before it began."
 
 
-def _decoded(state: JobState) -> int:
-    return next((stage.done for stage in state.stages if stage.name == "decode"), 0)
+def _frames(state: JobState) -> int:
+    decoded = next((stage.done for stage in state.stages if stage.name == "decode"), 0)
+    return state.stats.get("frames") or decoded
 
 
 def _announcement(state: JobState, fps: int) -> str:

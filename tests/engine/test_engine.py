@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from engine.engine import Engine
@@ -208,3 +209,22 @@ def test_a_device_that_is_absent_is_refused(toy_preset):
     for name, words in (("cuda:99", "GPU|devices"), ("tpu", "not known|not supported"), ("mps", "not supported")):
         with pytest.raises(RequestError, match=words):
             Engine(toy_preset, name)
+
+
+def test_a_fault_while_decoding_keeps_what_is_there_and_the_latents(engine, tmp_path, monkeypatch):
+    engine.load()
+    decode = engine.executor.decode
+
+    def breaks_after_one_chunk(*arguments):
+        yield next(decode(*arguments))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine.executor, "decode", breaks_after_one_chunk)
+    seen = []
+    with pytest.raises(ResourceError, match="smaller size"):
+        for event in engine.generate(engine.preset.request(), tmp_path):
+            seen.append(event)
+    assert seen[-1].partial and probe(seen[-1].path).frames == 1
+    monkeypatch.undo()
+    again, _ = run(engine.decode(tmp_path / "latents.safetensors", DecodeSettings(), tmp_path / "again"))
+    assert probe(again[-1].path).frames == 9

@@ -86,6 +86,13 @@ def test_a_stop_with_frames_is_stopped_and_keeps_the_video(jobs):
     assert (state.status, state.video) == ("stopped", Path("v.mp4"))
 
 
+def test_a_fault_with_frames_is_failed_and_keeps_the_video(jobs):
+    events = StageStarted("decode", 5), FramesReady(0, FRAMES, 5), VideoFinished(Path("v.mp4"), True, {})
+    registry = jobs(*events, ResourceError("3 GiB are missing"))
+    state = registry.wait(registry.submit(REQUEST))
+    assert (state.status, state.video, state.error) == ("failed", Path("v.mp4"), "3 GiB are missing")
+
+
 def test_errors_are_told_in_words_and_the_next_job_runs(jobs):
     registry = jobs(ResourceError("3 GiB are missing"))
     first = registry.wait(registry.submit(REQUEST))
