@@ -27,6 +27,8 @@ from engine.settings import DecodePath
 from engine.telemetry import memory_now
 from engine.web import render, words
 from engine.web.api import add_api
+from engine.web.compare_routes import compare_router
+from engine.web.compare_tab import CompareTab
 from engine.web.files import first_frame
 from engine.web.form import Form, fitting_size, size_menu, unknown_words
 from engine.web.live import LiveSource, live_router
@@ -38,7 +40,8 @@ log = logging.getLogger("app")
 TICK_SECONDS = 0.7
 # Uploads are looked through every ten minutes and kept for a day.
 DELETE_CACHE = (600, 86_400)
-LARGEST_UPLOAD = "64mb"
+# Latents of 20 s at 1248 x 704 are 77 MiB.
+LARGEST_UPLOAD = "128mb"
 # The address of this tab first; without a job there, the one that this browser saw last.
 FIND_JOB = "(job) => [new URLSearchParams(window.location.search).get('job') || job]"
 SHOW_JOB = "(job) => window.page?.follow(job)"
@@ -67,6 +70,7 @@ class Page:
                     self._form()
                 with gr.Column(scale=9, min_width=320, elem_id="watch"):
                     self._view()
+            CompareTab(self.demo, engine, jobs)
             with gr.Tab("System") as self.system_tab:
                 self.system = gr.HTML(elem_id="system", **PLAIN)
             add_api(self.preset, jobs)
@@ -254,6 +258,7 @@ def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
     app.include_router(health_router(engine.readiness))
     app.include_router(asset_router())
     app.include_router(video_router(jobs.snapshot))
+    app.include_router(compare_router(jobs.comparison))
     app.include_router(live_router(lambda job: _live_source(jobs, job)))
     demo = build(engine, jobs).queue(max_size=64, api_open=False)
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;

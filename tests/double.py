@@ -15,6 +15,8 @@ import uvicorn
 
 import app
 from engine import record
+from engine.compare import Decoder
+from engine.decode_cost import CompareCost, DecodeCost
 from engine.engine import Readiness
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
@@ -22,6 +24,8 @@ from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone
 from engine.jobs import Jobs
 from engine.preset import Preset
 from engine.request import Request
+from engine.settings import DecodeSettings
+from engine.sides import Option
 from engine.video import VideoWriter, thumbnail
 
 GIB = 2**30
@@ -84,6 +88,18 @@ class Double:
             return None
         work = request.frames * request.height * request.width / 5_600_000
         return Estimate(denoise=work * request.steps / 6, decode=work * 8, other=1.0, basis="the last video made here")
+
+    def decoders(self) -> list[Option]:
+        return [Option(DecodeSettings(path, "fp32"), "a test bench") for path in ("plain", "reference")]
+
+    def decoder(self, settings: DecodeSettings) -> Decoder:
+        return Decoder("plain" if settings.path == "auto" else settings.path, "fp32")
+
+    def estimate_comparison(self, a: DecodeSettings, b: DecodeSettings, latents: tuple[int, int, int]) -> CompareCost:
+        return CompareCost(DecodeCost(1.0, GIB, True), DecodeCost(3.0, GIB, False), latents[0], latents[1] * latents[2])
+
+    def compare(self, *arguments: object) -> Iterator[Event]:
+        raise EngineError("A test bench has no decoders.")
 
     def generate(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]:
         if not self._busy.acquire(blocking=False):

@@ -20,6 +20,9 @@ ASSETS = {
     "page.js": "text/javascript",
     "player.css": "text/css",
     "player.js": "text/javascript",
+    "compare_tab.css": "text/css",
+    "compare.css": "text/css",
+    "compare.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
 NO_JOB = "There is no such job here. It may be older than the last start of the server."

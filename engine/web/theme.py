@@ -7,8 +7,10 @@ import gradio as gr
 # Relative addresses: the page may lie below a path of a proxy.
 HEAD = """
 <link rel="stylesheet" href="web/style.css">
+<link rel="stylesheet" href="web/compare_tab.css">
 <link rel="icon" type="image/svg+xml" href="web/icon.svg">
 <script src="web/player.js"></script>
+<script src="web/compare.js"></script>
 <script src="web/page.js"></script>
 """
 
