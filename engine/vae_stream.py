@@ -183,9 +183,11 @@ class Upsampler:
         temporal = module.mode == "upsample3d"
         self.time = CausalConv(f"{name}.time_conv", module.time_conv, dtype) if temporal else None
         self.factor = 2 if temporal else 1
-        if in_channels % self.out_channels:
-            raise CheckpointError(f"{name}: {in_channels} input channels are no multiple of {self.out_channels}.")
-        self.stride = in_channels // self.out_channels
+        # The shortcut repeats channels; where fewer come out, the four pixels of a position share out the input's.
+        self.stride, rest = divmod(in_channels, self.out_channels)
+        if rest or 4 % self.stride or (temporal and self.stride > 1):
+            steps = f"{in_channels} to {self.out_channels}"
+            raise CheckpointError(f"{name} goes from {steps} channels, which is no step that Wan 2.2's VAE makes.")
 
     def __call__(self, y: Tensor, source: Tensor, state: DecoderState) -> Tensor:
         """y [t, h, w, o], source [t, h, w, c] -> [t * factor, 2h, 2w, o]; the video's first frame is never doubled."""
@@ -193,25 +195,23 @@ class Upsampler:
         t, h, w, _ = y.shape
         out = y.new_empty(alone + (t - alone) * self.factor, 2 * h, 2 * w, self.out_channels)
         if alone:
-            self._enlarge(y[:1], source[:1], self.factor - 1, out[:1])
+            self._enlarge(y[:1], source[:1], out[:1])
             y, source = y[1:], source[1:]
         if len(y):
             pairs = y if self.time is None else self.time(y, state)
             doubled = out[alone:].unflatten(0, (-1, self.factor))
             for phase, part in enumerate(pairs.chunk(self.factor, dim=-1)):
-                self._enlarge(part.contiguous(), source, phase, doubled[:, phase])
+                self._enlarge(part.contiguous(), source, doubled[:, phase])
         return out
 
-    def _enlarge(self, y: Tensor, source: Tensor, time_phase: int, out: Tensor) -> None:
-        """Write one time phase: out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + the shortcut's channels."""
+    def _enlarge(self, y: Tensor, source: Tensor, out: Tensor) -> None:
+        """out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + the shortcut's channels."""
         _, h, w, _ = y.shape
         z = _convolve(y, self.weight, self.bias, padding=1)
-        repeats = 4 * self.factor // self.stride
         for p, q in ((0, 0), (0, 1), (1, 0), (1, 1)):
             k = 2 * p + q
             phase = z[:, p : p + h, q : q + w, k * self.out_channels : (k + 1) * self.out_channels]
-            first = (4 * time_phase + k) // repeats
-            torch.add(phase, source[..., first :: self.stride], out=out[:, p::2, q::2])
+            torch.add(phase, source[..., k * self.stride // 4 :: self.stride], out=out[:, p::2, q::2])
 
 
 def _four_phases(weight: Tensor) -> Tensor:

@@ -79,25 +79,29 @@ def ahead(request, monkeypatch):
 
 
 def test_a_chunk_stays_valid_until_the_second_one_after_it_is_asked_for(vae, ahead):
-    kept = []
-    for chunk in decode(vae, normal_latents(6), passes=(1,)):
+    latents, kept = normal_latents(6), []
+    for chunk in decode(vae, latents, passes=(1,)):
         kept.append((chunk.frames, chunk.frames.copy()))
         for view, copy in kept[-2:]:
             assert np.array_equal(view, copy)
-    assert np.array_equal(
-        np.concatenate([copy for _, copy in kept]),
-        np.concatenate([chunk.frames.copy() for chunk in decode(vae, normal_latents(6), passes=(1,))]),
-    )
+    (whole,) = decode(vae, latents, passes=(6,))
+    assert np.array_equal(np.concatenate([copy for _, copy in kept]), whole.frames)
     memory = {frames.__array_interface__["data"][0] for frames, _ in kept}
     assert len(memory) == module.RING
 
 
-def test_float_chunks_belong_to_the_caller_and_are_not_kept(vae):
-    run, seen = float_frames(vae, normal_latents(5), passes=(1,)), []
-    for frames in run:
+def test_float_chunks_belong_to_the_caller_and_are_not_kept(vae, monkeypatch):
+    pieces, seen, kept = module._Run.pieces, [], []
+
+    def watched(run, span):
+        kept.append([reference() is not None for reference in seen])
+        return pieces(run, span)
+
+    monkeypatch.setattr(module._Run, "pieces", watched)
+    for frames in float_frames(vae, normal_latents(3), passes=(1,)):
         seen.append(weakref.ref(frames))
         del frames
-        assert all(reference() is None for reference in seen[:-1])
+    assert kept == [[], [False], [False, False]]
 
 
 def test_a_pass_runs_when_its_chunk_is_asked_for(vae, monkeypatch, ahead):
@@ -171,7 +175,7 @@ def test_latents_that_are_not_finite_are_blamed_on_the_stage_before(vae, value):
 
 
 @pytest.mark.parametrize("runner", [decode, float_frames])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_name_stage_chunk_and_precision(vae, runner, value, monkeypatch):
     pieces = module._Run.pieces
 
@@ -213,7 +217,14 @@ def test_sixteen_bits_stay_near_the_truth(vae, precision, decibels):
     assert psnr > decibels
 
 
-def test_global_switches_are_put_back(vae):
+def test_fp32_is_strict_and_global_switches_are_put_back(vae, monkeypatch):
+    pieces, inside = module._Run.pieces, []
+
+    def watched(run, span):
+        inside.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+        return pieces(run, span)
+
+    monkeypatch.setattr(module._Run, "pieces", watched)
     before = (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.is_grad_enabled())
     torch.set_float32_matmul_precision("high")
     try:
@@ -222,6 +233,7 @@ def test_global_switches_are_put_back(vae):
     finally:
         torch.set_float32_matmul_precision(before[1])
     assert (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.is_grad_enabled()) == before
+    assert set(inside) == {(False, "highest")}
 
 
 def test_explain_gives_path_precision_and_reason(monkeypatch):
@@ -232,6 +244,8 @@ def test_explain_gives_path_precision_and_reason(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         choice = explain(DecodeSettings(), "cuda:0")
         assert (choice.path, choice.precision) == ("plain", precision) and precision in choice.reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert explain(DecodeSettings(path="reference", precision="tf32"), "cuda:0")[:2] == ("reference", "tf32")
 
 
 def test_what_is_not_here_is_refused():
@@ -241,3 +255,7 @@ def test_what_is_not_here_is_refused():
         explain(settings, "cpu")
     with pytest.raises(RequestError, match="reference decodes in fp32 only"):
         explain(DecodeSettings(path="reference", precision="bf16"), "cpu")
+    with pytest.raises(RequestError, match="cpu has no tf32"):
+        explain(DecodeSettings(path="reference", precision="tf32"), "cpu")
+    with pytest.raises(RequestError, match="Only the reference decodes in tf32"):
+        explain(DecodeSettings(precision="tf32"), "cpu")

@@ -62,6 +62,12 @@ def test_width_and_number_of_blocks_are_free(base, blocks):
     assert (ours(StreamDecoder(vae), vae, latents, [1, 2]) - theirs(vae, latents)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("dim_mult", [[2, 2, 2, 2], [1, 1, 4, 4]], ids=str)
+def test_shortcuts_find_their_channels_where_width_falls_differently(dim_mult):
+    vae, latents = small_vae(4, dim_mult=dim_mult), normal_latents(3)
+    assert (ours(StreamDecoder(vae), vae, latents, [1, 2]) - theirs(vae, latents)).abs().max() < TOLERANCE
+
+
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_without_onednn_the_frames_are_the_same(vae, decoder):
     latents = normal_latents(3)
@@ -144,6 +150,16 @@ def test_memory_does_not_grow_with_the_number_of_frames(decoder):
     assert 0 < peak_bytes(decoder, long, [1, 4, 4, 4, 4]) <= peak_bytes(decoder, short, [1, 4, 4])
 
 
+def test_a_history_is_two_frames_and_nothing_more(decoder):
+    state = DecoderState()
+    for part in normal_latents(5)[0].split([1, 4], dim=1):
+        for _ in decoder.run(part, state):
+            pass
+    assert len(state.history) == 24
+    for name, frames in state.history.items():
+        assert len(frames) == 2 and frames.untyped_storage().nbytes() == frames.nbytes, name
+
+
 def test_smaller_slices_take_less_memory(vae):
     latents = normal_latents(5, 4, 4)
     small, large = (peak_bytes(StreamDecoder(vae, slice_bytes=size), latents, [1, 4]) for size in (1, 1 << 30))
@@ -178,6 +194,24 @@ def test_four_phases_equal_doubling_then_convolving():
             k = 5 * (2 * p + q)
             phase = z[:, p : p + 4, q : q + 6, k : k + 5].permute(0, 3, 1, 2)
             assert torch.allclose(phase, expected[:, :, p::2, q::2], atol=1e-5)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the whole-tensor copies that a layout makes necessary."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made += func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frames", [3, 6])
+def test_the_fast_convolution_keeps_the_layout(frames):
+    x, weight = torch.randn(frames, 4, 6, 16), torch.randn(16, 16, 3, 3, 3)
+    with Copies() as copies:
+        y = _convolve(x, weight, torch.zeros(16), padding=1)
+    assert y.is_contiguous() and copies.made == 0
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 3e4), (torch.bfloat16, 1e15), (torch.float32, 1e15)])
