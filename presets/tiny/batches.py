@@ -25,25 +25,36 @@ CHUNK = 20
 
 @torch.no_grad()
 def generate(
-    trainer: Trainer, scenes: world.Scenes, size: tuple[int, int], steps: int, shift: float, guidance: float,
-    *, first: Tensor | None = None, seed: int = 123,
+    trainer: Trainer,
+    scenes: world.Scenes,
+    size: tuple[int, int],
+    steps: int,
+    shift: float,
+    guidance: float,
+    *,
+    first: Tensor | None = None,
+    seed: int = 123,
 ) -> Tensor:
-    """Videos [n, 3, T, H, W] for the scenes' usual captions; first: normalised latents [n, 24, h, w] of first frames."""
+    """Videos [n, 3, T, H, W] for the scenes' usual captions; first: first frames' normalised latents [n, 24, h, w]."""
     plan, student = trainer.plan, trainer.student
     height, width = (side // plan.shrink // 16 for side in size)
     frames = (plan.frames - 1) // 4 + 1
     generator = torch.Generator(trainer.device).manual_seed(seed)
-    noise = torch.randn(
-        len(scenes), USED_CHANNELS, frames, height, width, generator=generator, device=trainer.device
-    )
+    noise = torch.randn(len(scenes), USED_CHANNELS, frames, height, width, generator=generator, device=trainer.device)
     latents = torch.empty_like(noise)
     captions = [caption(scenes.words(i)) for i in range(len(scenes))]
     for rows, ids in equal_lengths(trainer.ids(captions), trainer.device).values():
         for part, part_ids in zip(rows.split(CHUNK), ids.split(CHUNK), strict=True):
             with trainer.autocast():
                 latents[part] = sample(
-                    student.transformer, student.text(part_ids), student.text(trainer.empty), noise[part],
-                    steps=steps, shift=shift, guidance=guidance, first=None if first is None else first[part],
+                    student.transformer,
+                    student.text(part_ids),
+                    student.text(trainer.empty),
+                    noise[part],
+                    steps=steps,
+                    shift=shift,
+                    guidance=guidance,
+                    first=None if first is None else first[part],
                 )
     return to_pixels(trainer, latents)
 

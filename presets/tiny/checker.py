@@ -59,8 +59,7 @@ def look(video: Tensor) -> Seen:
     masks, counts, shares = _separate(mask)
     steady = counts.count(len(masks)) >= 0.8 * len(counts)
     things = tuple(
-        _look_at(pixels, part, scene, time, steady and share > 0.85)
-        for part, share in zip(masks, shares, strict=True)
+        _look_at(pixels, part, scene, time, steady and share > 0.85) for part, share in zip(masks, shares, strict=True)
     )
     words = scene.words(0)
     return Seen(words.kind, words.ground, words.camera, things)
@@ -100,10 +99,9 @@ def _all_grounds(device: torch.device) -> world.Scenes:
 
 def _render_frames(scenes: world.Scenes, height: int, width: int, frames: Tensor) -> Tensor:
     """[n, t, 3, height, width] in [0, 1] at the given frames."""
-    step = [
-        world.render(scenes, height, width, 1, start=frame.expand(len(scenes)), device=frames.device) for frame in frames
-    ]
-    return torch.cat(step, dim=2).transpose(1, 2) / 2 + 0.5
+    count, device = len(scenes), frames.device
+    drawn = [world.render(scenes, height, width, 1, start=frame.expand(count), device=device) for frame in frames]
+    return torch.cat(drawn, dim=2).transpose(1, 2) / 2 + 0.5
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,7 +110,10 @@ def _candidates(height: int, width: int, frames: tuple[int, ...], device: torch.
 
 
 def _find_background(pixels: Tensor, frames: Tensor) -> world.Scenes:
-    """The background that fits best, as a scene without things. Distances are capped: things are far from all of them."""
+    """The background that fits best, as a scene without things.
+
+    Distances are capped, because things are far from all backgrounds.
+    """
     small = F.avg_pool2d(pixels, 4)
     candidates = _candidates(*small.shape[-2:], tuple(frames.tolist()), pixels.device)
     misfit = (candidates - small).square().sum(2).sqrt().clamp(max=0.3).mean((1, 2, 3))
@@ -144,7 +145,7 @@ def _label(mask: Tensor) -> Tensor:
 
 
 def _separate(mask: Tensor) -> tuple[list[Tensor], list[int], list[float]]:
-    """Masks of the one or two things [t, h, w], the number of parts in each frame, and each thing's largest part's share.
+    """Masks of the one or two things [t, h, w], the parts in each frame, and the share of each thing's largest part.
 
     Two things live in two halves of the picture; that is the world's rule.
     """
@@ -229,7 +230,7 @@ def _motion(mask: Tensor, scene: world.Scenes, time: Tensor) -> str:
 def _track(mask: Tensor, scene: world.Scenes, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Centre x, y and area over time, in units of the world."""
     height, width = mask.shape[-2:]
-    x, y, zoom = world._world_coordinates(scene, time[None], height, width, None, mask.device)
+    x, y, zoom = world.world_coordinates(scene, time[None], height, width, None, mask.device)
     weight = mask.float()
     total = weight.sum((1, 2))
     centre_x = (weight.sum(1) * x[0, :, 0]).sum(1) / total

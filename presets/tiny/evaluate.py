@@ -43,7 +43,7 @@ SEED = 123
 @dataclass(frozen=True)
 class Sampling:
     steps: int = 12
-    shift: float = 9.0
+    shift: float = 20.0
     guidance: float = 2.5
 
 
@@ -126,9 +126,7 @@ class Parts:
 
 def scenes_of(trial: Trial, count: int) -> world.Scenes:
     rng = np.random.default_rng(20_000 + sum(map(ord, trial.name)))
-    return world.sample(
-        count, trial.things, rng, moving_camera=trial.moving_camera, wide=trial.image, held_out=True
-    )
+    return world.sample(count, trial.things, rng, moving_camera=trial.moving_camera, wide=trial.image, held_out=True)
 
 
 def captions_of(trial: Trial, scenes: world.Scenes) -> list[str]:

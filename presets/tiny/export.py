@@ -20,7 +20,7 @@ from presets.tiny.train_vae import load_vae
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINT = HERE / "checkpoint"
-SHIFT = 9.0
+SHIFT = 20.0
 LARGEST_FILE = 15 * 2**20
 TRANSFORMER, TEXT = "transformer.", "text.model."
 

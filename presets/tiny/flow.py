@@ -1,7 +1,8 @@
-"""Flow matching: noise levels to train at, the batch that the transformer sees, and a plain Euler sampler for batches."""
+"""Flow matching: noise levels to train at, what the transformer sees, and a plain Euler sampler for batches."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -57,13 +58,20 @@ def velocity_loss(model: nn.Module, clean: Tensor, text: Tensor, sigma: Tensor, 
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, text: Tensor, empty: Tensor, noise: Tensor, *, steps: int, shift: float, guidance: float,
+    model: nn.Module,
+    text: Tensor,
+    empty: Tensor,
+    noise: Tensor,
+    *,
+    steps: int,
+    shift: float,
+    guidance: float,
     first: Tensor | None = None,
 ) -> Tensor:
     """Euler from noise [B, 24, F, h, w] to latents, with guidance against the empty prompt's embedding [1, L0, D]."""
     levels = shift_sigma(torch.linspace(1, 0, steps + 1, device=noise.device), shift).tolist()
     x, empty = noise, empty.expand(len(noise), -1, -1)
-    for level, following in zip(levels[:-1], levels[1:], strict=True):
+    for level, following in itertools.pairwise(levels):
         whole = model_input(x, first)
         time = torch.full((len(x),), 1000 * level, device=x.device)
         velocity = model(whole, time, text)[:, :USED_CHANNELS].float()

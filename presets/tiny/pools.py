@@ -1,4 +1,4 @@
-"""What the transformer is trained on: latents of drawn videos, encoded once and kept on the GPU, with their captions."""
+"""What the transformer is trained on: latents of drawn videos, encoded once and kept on the GPU, and captions."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def new_text_model(vocabulary_size: int) -> nn.Module:
 
 
 class PromptIds:
-    """Token ids of many prompts, exactly as `engine.prompt.tokenize` makes them, without running the template for each."""
+    """Token ids of many prompts, exactly as `engine.prompt.tokenize` makes them, the template run only once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

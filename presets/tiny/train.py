@@ -1,7 +1,8 @@
 """Train the small model: `python -m presets.tiny.train vae|dit|both --out FOLDER [--from FOLDER] [--smoke]`.
 
-Everything is written to --out as training goes: the VAE, the student (transformer and text encoder) in two files, a log,
-contact sheets. --from continues from such a folder or a checkpoint. See TRAINING.md for the settings of the model that ships.
+Everything is written to --out as training goes: the VAE, the student (transformer and text encoder) in two files, a
+log, contact sheets. --from continues from such a folder or a checkpoint. TRAINING.md has the settings of the model that
+ships.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from presets.tiny import world
 from presets.tiny.batches import accuracy_of, contact_sheet, generate, mean_scores, scores_of, to_pixels
 from presets.tiny.export import unpack
 from presets.tiny.flow import NoiseMix
+from presets.tiny.gaps import decisive_levels
 from presets.tiny.log import TrainingLog
 from presets.tiny.pools import LANDSCAPE, Encoder
 from presets.tiny.text import PromptIds, new_tokenizer
-from presets.tiny.train_dit import DitPlan, Student, Trainer, decisive_levels, load_student, make_fast, save_student
+from presets.tiny.train_dit import DitPlan, Student, Trainer, load_student, make_fast, save_student
 from presets.tiny.train_vae import SMOKE, VaePlan, load_vae, measure_vae, save_vae, train_vae
 from presets.tiny.vocabulary import caption
 
@@ -92,7 +94,7 @@ def _dit(options: argparse.Namespace, device: str, log: TrainingLog) -> None:
     trainer = Trainer(_dit_plan(options), student, encoder, ids, device, log)
     trainer.mix = NoiseMix(tuple(options.noise))
     if not (options.smoke or options.unmeasured):
-        log.write("decisive noise levels", table=decisive_levels(encoder, device))
+        log.write("decisive noise levels", table=decisive_levels(encoder))
     trainer.fill_pools()
     trainer.run(lambda: save_student(student, options.out))
     with trainer.averaged():
@@ -122,7 +124,8 @@ def _report(trainer: Trainer, options: argparse.Namespace, log: TrainingLog) -> 
     videos = generate(trainer, one, LANDSCAPE, *settings)
     scores = scores_of(videos, one)
     log.write("report", kind="one", accuracy=mean_scores(scores))
-    titles = [("ok  " if s["all_three"] and s["background"] else "MISS  ") + caption(one.words(i)) for i, s in enumerate(scores)]
+    good = [marks["all_three"] and marks["background"] for marks in scores]
+    titles = [("ok  " if ok else "MISS  ") + caption(one.words(i)) for i, ok in enumerate(good)]
     contact_sheet(videos[:12], titles[:12], options.out / "sheet_one.jpg")
     two = world.sample(count // 2, 2, np.random.default_rng(903), held_out=True)
     pairs = generate(trainer, two, LANDSCAPE, *settings)
@@ -131,9 +134,10 @@ def _report(trainer: Trainer, options: argparse.Namespace, log: TrainingLog) -> 
     first = trainer.encoder(wide, size, 1)[:, :, 0].float()
     moved = generate(trainer, wide, LANDSCAPE, *settings, first=first)
     log.write("report", kind="image", accuracy=accuracy_of(moved, wide))
-    half = [(pairs, two, "two  "), (moved, wide, "image  ")]
-    shown = torch.cat([v[:6] for v, _, _ in half])
-    contact_sheet(shown, [t + caption(s.words(i)) for v, s, t in half for i in range(len(v[:6]))], options.out / "sheet_more.jpg")
+    titles = [
+        name + caption(s.words(i)) for s, name in ((two, "two  "), (wide, "image  ")) for i in range(6)[: count // 2]
+    ]
+    contact_sheet(torch.cat([pairs[:6], moved[:6]]), titles, options.out / "sheet_more.jpg")
     log.write("reported", took=time.time() - begin)
 
 

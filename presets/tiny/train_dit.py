@@ -7,7 +7,6 @@ counts is not the loss but the gap: how much worse the loss is with one wrong wo
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from engine.mmdit import PAN2Transformer3DModel
 from presets.tiny import world
 from presets.tiny.autoencoder import LATENT_CHANNELS, USED_CHANNELS
 from presets.tiny.flow import NoiseMix, velocity_loss
+from presets.tiny.gaps import Probe
 from presets.tiny.log import TrainingLog
 from presets.tiny.muon import Muon
-from presets.tiny.pools import KINDS, LANDSCAPE, Encoder, Pool, make_pool, replace_in_pool
+from presets.tiny.pools import KINDS, LANDSCAPE, Encoder, Kind, Pool, make_pool, replace_in_pool
 from presets.tiny.text import WIDTH, PromptIds, TrainableText, new_text_model
-from presets.tiny.vocabulary import COLOURS, GROUNDS, SHAPES, caption
-from presets.tiny.vocabulary import KINDS as GROUND_KINDS
 
 CONFIG = {
     "patch_size": [1, 2, 2],
@@ -55,7 +53,7 @@ MUON_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class DitPlan:
-    """seconds: of this run. begin, end: this run's part of the whole training, 0 to 1; the rate falls from `decay` on."""
+    """seconds: of this run. begin, end: its part of the whole training, 0 to 1; the rate falls from `decay` on."""
 
     seconds: float = 400.0
     begin: float = 0.0
@@ -133,7 +131,8 @@ class Optimiser:
         inner = ("transformer.transformer_blocks.", "transformer.context_refiner.")
         # The last block's text goes nowhere, so these never get a gradient.
         last = f"transformer.transformer_blocks.{CONFIG['num_layers'] - 1}."
-        idle = tuple(last + part for part in ("attn.add_q_proj.", "attn.to_add_out.", "attn.norm_added_q.", "ff_context."))
+        unread = ("attn.add_q_proj.", "attn.to_add_out.", "attn.norm_added_q.", "ff_context.")
+        idle = tuple(last + part for part in unread)
         matrices, rest = [], []
         for name, parameter in student.named_parameters():
             if name.startswith(idle):
@@ -144,25 +143,31 @@ class Optimiser:
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.01, fused=fused)
 
-    def step(self, rate: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.muon.rate = MUON_FACTOR * rate
-        self.adam.param_groups[0]["lr"] = rate
-        self.muon.step()
-        self.adam.step()
+    def step(self, rate: float) -> bool:
+        """Whether the step was taken: gradients that are not finite are dropped, for one of them spoils everything."""
+        sound = bool(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0).isfinite())
+        if sound:
+            self.muon.rate = MUON_FACTOR * rate
+            self.adam.param_groups[0]["lr"] = rate
+            self.muon.step()
+            self.adam.step()
         for parameter in self.parameters:
             parameter.grad = None
+        return sound
 
 
 class Trainer:
-    def __init__(self, plan: DitPlan, student: Student, encoder: Encoder, ids: PromptIds, device: str, log: TrainingLog):
-        self.plan, self.student, self.encoder, self.ids, self.device, self.log = plan, student, encoder, ids, device, log
+    def __init__(
+        self, plan: DitPlan, student: Student, encoder: Encoder, ids: PromptIds, device: str, log: TrainingLog
+    ) -> None:
+        self.plan, self.student, self.encoder = plan, student, encoder
+        self.ids, self.device, self.log = ids, device, log
         self.rng = np.random.default_rng(int(1000 * plan.begin) + 5)
         self.optimiser = Optimiser(student, fused=device == "cuda")
         self.average = [p.detach().clone() for p in self.optimiser.parameters]
         self.empty = torch.tensor(ids([" "]), device=device)
         self.mix = NoiseMix()
-        self.step, self.progress = 0, plan.begin
+        self.step, self.progress, self.dropped = 0, plan.begin, 0
 
     # Data
 
@@ -176,7 +181,7 @@ class Trainer:
             self.pools.append(self._make(kind, count))
         self.log.write("pools", took=time.time() - begin, videos=[len(pool.latents) for pool in self.pools])
 
-    def _make(self, kind, count: int) -> Pool:
+    def _make(self, kind: Kind, count: int) -> Pool:
         return make_pool(kind, count, self.encoder, self.ids, self.rng, self.plan.frames, self.plan.shrink)
 
     def refresh(self) -> None:
@@ -214,7 +219,7 @@ class Trainer:
             text = self.student.text(ids)
             loss = velocity_loss(self.student.transformer, clean, text, sigma, torch.randn_like(clean), image).mean()
         loss.backward()
-        self.optimiser.step(self.rate())
+        self.dropped += not self.optimiser.step(self.rate())
         keep = min(self.plan.average, (self.step + 1) / (self.step + 10))
         with torch.no_grad():
             torch._foreach_lerp_(self.average, self.optimiser.parameters, 1 - keep)
@@ -247,7 +252,13 @@ class Trainer:
                 speed = (self.step - since) / (time.time() - last_log)
                 gap = self.gaps() if self.plan.measured else {}
                 self.log.write(
-                    "dit", step=self.step, progress=self.progress, loss=loss, steps_per_second=speed, gap=gap
+                    "dit",
+                    step=self.step,
+                    progress=self.progress,
+                    loss=loss,
+                    steps_per_second=speed,
+                    gap=gap,
+                    dropped=self.dropped,
                 )
                 losses, last_log, since = [], time.time(), self.step
             if now - last_check > self.plan.check_every:
@@ -273,6 +284,7 @@ class Trainer:
             torch.cuda.synchronize()
             took = 1000 * (time.time() - start) / repeats
             self.log.write("speed", latent_frames=frames, ms=took, launch_ms=1000 * (launched - start) / repeats)
+
     def averaged(self):
         return _Swapped(self.optimiser.parameters, self.average)
 
@@ -282,7 +294,7 @@ class Trainer:
     def gaps(self) -> dict[str, dict[str, float]]:
         """By kind of word: how much one wrong word raises the loss, in percent of the loss, at three noise levels."""
         if not hasattr(self, "probe"):
-            self.probe = _Probe(self)
+            self.probe = Probe(self)
         longest = [n for n, share in zip(CLIPS, self._clip_shares(), strict=True) if share > 0.1][-1]
         return {f"{frames} frames": self.probe.measure(self, frames) for frames in (1, longest)}
 
@@ -320,47 +332,6 @@ class _Swapped:
         self._swap()
 
 
-class _Probe:
-    """Fixed scenes with right and wrong captions of equal length."""
-
-    LEVELS = (0.998, 0.95)
-
-    def __init__(self, trainer: Trainer, count: int = 48) -> None:
-        rng = np.random.default_rng(31)
-        scenes = world.sample(count * 6, 1, rng)
-        moving = np.flatnonzero(scenes.motion[:, 0] < 4)[:count]
-        self.scenes = scenes.take(moving)
-        plan = trainer.plan
-        size = tuple(side // plan.shrink for side in LANDSCAPE)
-        self.latents = trainer.encoder(self.scenes, size, plan.frames).float()
-        turn = {"colour": len(COLOURS), "shape": len(SHAPES), "motion": 4, "ground": len(GROUNDS), "kind": len(GROUND_KINDS)}
-        texts = {"right": self.scenes} | {word: self._changed(word, number) for word, number in turn.items()}
-        self.ids = {
-            word: torch.tensor(trainer.ids([caption(s.words(i)) for i in range(len(s))]), device=trainer.device)
-            for word, s in texts.items()
-        }
-
-    def _changed(self, word: str, number: int) -> world.Scenes:
-        values = {name: getattr(self.scenes, name).copy() for name in world.Scenes.__dataclass_fields__}
-        values[word] = (values[word] + 1 + np.arange(len(self.scenes)).reshape(-1, *[1] * (values[word].ndim - 1)) % (number - 1)) % number
-        return world.Scenes(**values)
-
-    def measure(self, trainer: Trainer, frames: int) -> dict[str, object]:
-        clean = self.latents[:, :, :frames]
-        noise = torch.randn(clean.shape, generator=torch.Generator(clean.device).manual_seed(3), device=clean.device)
-        result: dict[str, object] = {}
-        for level in self.LEVELS:
-            sigma = torch.full((len(clean),), level, device=clean.device)
-            losses = {}
-            for word, ids in self.ids.items():
-                with trainer.autocast():
-                    text = trainer.student.text(ids)
-                    losses[word] = velocity_loss(trainer.student.transformer, clean, text, sigma, noise, False).mean().item()
-            right = losses.pop("right")
-            result[str(level)] = {"loss": right} | {word: 100 * (loss / right - 1) for word, loss in losses.items()}
-        return result
-
-
 def save_student(student: Student, folder: Path, parts: int = 2, dtype: torch.dtype = torch.float16) -> None:
     """The weights in `parts` files below 16 MiB each, to go on from."""
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in student.state_dict().items()}
@@ -381,31 +352,3 @@ def load_student(student: Student, folder: Path) -> None:
     for path in sorted(folder.glob("student_*.safetensors")):
         weights |= load_file(path)
     student.load_state_dict({name: value.float() for name, value in weights.items()})
-
-
-def decisive_levels(encoder: Encoder, device: str, count: int = 48) -> dict[str, list[float]]:
-    """By word: the noise levels between which the word becomes visible in a noisy video, quartiles over scenes.
-
-    A difference of two videos' latents of length d is hopeless where (1 - s) / s * d < 1 and plain where it is > 4.
-    """
-    rng = np.random.default_rng(4)
-    scenes = world.sample(count, 1, rng)
-    base = encoder(scenes, LANDSCAPE).float()
-    table = {}
-    for word in ("colour", "shape", "motion", "ground", "kind"):
-        number = {"colour": 8, "shape": 6, "motion": 4, "ground": 6, "kind": 4}[word]
-        values = {name: getattr(scenes, name).copy() for name in world.Scenes.__dataclass_fields__}
-        values[word] = (values[word] + 1) % number
-        other = encoder(world.Scenes(**values), LANDSCAPE).float()
-        for frames in (1, 13):
-            gap = (base - other)[:, :, :frames].square().sum((1, 2, 3, 4)).sqrt()
-            gap = gap[gap > 0]
-            middle = torch.quantile(gap, 0.5).item()
-            table[f"{word} {frames}"] = [middle, middle / (middle + 4), middle / (middle + 1)]
-    return table
-
-
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-

@@ -1,4 +1,4 @@
-"""Training of the small VAE on windows of drawn videos, within a time budget, and its statistics and quality afterwards."""
+"""Training of the small VAE on windows of drawn videos, within a time budget; its statistics and quality afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the small model can draw and the words for it: its whole language, read by training, by the checker and by the page.
+"""What the small model can draw and the words for it: its whole language, for training, the checker and the page.
 
 The first phrase of each entry is the usual one; the others are synonyms that training uses now and then.
 """
@@ -186,7 +186,7 @@ def grammar() -> dict[str, object]:
     """The language as plain data."""
     return {
         "pattern": "a {colour} {shape} {motion} on a {kind} {ground} background, {camera}",
-        "two objects": "a {colour} {shape} {motion} and a {colour} {shape} {motion} on a {kind} {ground} background, ...",
+        "two objects": "a {colour} {shape} {motion} and a {colour} {shape} {motion} on ...",
         "colours": list(COLOURS),
         "shapes": list(SHAPES),
         "motions": {name: list(phrases) for name, phrases in MOTIONS.items()},

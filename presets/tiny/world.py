@@ -74,7 +74,12 @@ def is_held_out(colour: np.ndarray, shape: np.ndarray, motion: np.ndarray) -> np
 
 
 def sample(
-    count: int, things: int, rng: np.random.Generator, *, moving_camera: bool = False, wide: bool = False,
+    count: int,
+    things: int,
+    rng: np.random.Generator,
+    *,
+    moving_camera: bool = False,
+    wide: bool = False,
     held_out: bool = False,
 ) -> Scenes:
     """Random scenes. moving_camera: a patterned ground and a thing that stays in place, so that the camera is seen.
@@ -145,12 +150,12 @@ def trajectory(scenes: Scenes, time: torch.Tensor, height: int, width: int) -> T
     growth = 1 + when("grow", 0.8 * time - 0.5) + when("shrink", 0.3 - 0.8 * time)
     # A place that varies much must not push a thing over the edge in the directions in which it does not move.
     shift_x, shift_y = (torch.minimum(reach, far) * jitter[:, :, i] for i, far in ((0, far_x), (1, far_y)))
-    return Track(
-        x + centre_x + shift_x, y + centre_y + shift_y, radius * growth, when("spin", 4.2 * time).expand_as(x)
-    )
+    return Track(x + centre_x + shift_x, y + centre_y + shift_y, radius * growth, when("spin", 4.2 * time).expand_as(x))
 
 
-def _cells(things: int, height: int, width: int, device: torch.device) -> tuple[float, float, torch.Tensor, torch.Tensor]:
+def _cells(
+    things: int, height: int, width: int, device: torch.device
+) -> tuple[float, float, torch.Tensor, torch.Tensor]:
     """Half the width and height of each thing's part of the picture, and the parts' centres [1, k, 1]."""
     unit = min(height, width)
     half_x, half_y = width / unit / 2, height / unit / 2
@@ -224,8 +229,14 @@ class Window:
 
 @torch.no_grad()
 def render(
-    scenes: Scenes, height: int, width: int, frames: int = CLIP_FRAMES, *, start: torch.Tensor | None = None,
-    window: Window | None = None, device: torch.device | str = "cpu",
+    scenes: Scenes,
+    height: int,
+    width: int,
+    frames: int = CLIP_FRAMES,
+    *,
+    start: torch.Tensor | None = None,
+    window: Window | None = None,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Videos of n scenes: float32 [n, 3, frames, height, width] in [-1, 1].
 
@@ -234,7 +245,7 @@ def render(
     unit, count = min(height, width), len(scenes)
     start = torch.zeros(count, device=device) if start is None else start.to(device)
     time = (start[:, None] + torch.arange(frames, device=device)) / (CLIP_FRAMES - 1)
-    x, y, zoom = _world_coordinates(scenes, time, height, width, window, device)
+    x, y, zoom = world_coordinates(scenes, time, height, width, window, device)
     soft = zoom * (unit / SOFTNESS)
     picture = _background(scenes, x, y, soft, device)
     track = trajectory(scenes, time, height, width)
@@ -250,7 +261,7 @@ def _palette(table: dict[str, tuple[int, int, int]], device: torch.device | str)
     return torch.tensor(list(table.values()), device=device, dtype=torch.float32) / 255
 
 
-def _world_coordinates(
+def world_coordinates(
     scenes: Scenes, time: torch.Tensor, height: int, width: int, window: Window | None, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [n, T, 1, w], y [n, T, h, 1] of every pixel's centre in the world, and the camera's zoom [n, T, 1, 1]."""
@@ -286,8 +297,14 @@ def _background(
 
 
 def _draw(
-    shape: np.ndarray, x: torch.Tensor, y: torch.Tensor, soft: torch.Tensor, cx: torch.Tensor, cy: torch.Tensor,
-    scale: torch.Tensor, angle: torch.Tensor,
+    shape: np.ndarray,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    soft: torch.Tensor,
+    cx: torch.Tensor,
+    cy: torch.Tensor,
+    scale: torch.Tensor,
+    angle: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How much of each pixel one thing covers, and its shading (lighter above): [n, T, h, w] each."""
     cx, cy, scale, angle = (part[:, :, None, None] for part in (cx, cy, scale, angle))
