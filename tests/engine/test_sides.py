@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.compare import Decoder
+from engine.decode_cost import DecodeCosts
 from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, EngineError, RequestError, ResourceError
 from engine.events import ComparisonFinished, FramesMeasured, FramesReady, SideEnded, SideStarted, StageStarted
@@ -219,8 +221,21 @@ def test_costs_are_guessed_first_and_known_after_a_run(engine, toy_preset, tmp_p
     list(engine.compare(NOISE, PLAIN, REFERENCE, tmp_path))
     one, two = (engine.estimate_comparison(PLAIN, REFERENCE, (frames, 4, 6)) for frames in (2, 4))
     assert one.a.measured and one.b.measured and one.total > 0
-    assert two.b.seconds == pytest.approx(2 * one.b.seconds) and two.b.bytes == one.b.bytes > 0
+    assert two.b.seconds == pytest.approx(2 * one.b.seconds) and two.b.bytes == one.b.bytes > one.a.bytes > 0
     assert not engine.estimate_comparison(PLAIN, DecodeSettings("plain", "bf16"), (3, 4, 6)).b.measured
+
+
+@pytest.mark.parametrize(
+    ("decoder", "device", "base", "latents", "seen"),
+    [
+        (("plain", "fp32"), "cpu", 16, (3, 16, 28), 143 * 2**20),
+        (("reference", "fp32"), "cpu", 16, (3, 16, 28), 347 * 2**20),
+        (("reference", "fp32"), "cuda", 256, (31, 44, 78), 21 * 2**30),
+    ],
+)
+def test_predicted_memory_is_near_what_was_measured(decoder, device, base, latents, seen):
+    cost = DecodeCosts(device).predict(Decoder(*decoder), latents, {"decoder_base_dim": base, "base_dim": 8})
+    assert cost.bytes == pytest.approx(seen, rel=0.15) and cost.seconds is None
 
 
 def test_a_comparison_is_a_job_like_any_other_but_no_video(engine, toy_preset, tmp_path):
