@@ -22,7 +22,9 @@ def test_our_version_is_below_the_range_that_transformers_accepts():
     try:
         version = metadata.version("pan2-demo")
     except metadata.PackageNotFoundError:
-        version = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("version"))
+        version = next(
+            line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("version")
+        )
         version = version.split('"')[1]
     assert tuple(int(part) for part in version.split(".")[:2]) < (0, 18)
 
