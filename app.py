@@ -27,6 +27,7 @@ from engine.settings import DecodePath
 from engine.telemetry import memory_now
 from engine.web import render, words
 from engine.web.api import add_api
+from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
 from engine.web.compare_tab import CompareTab
 from engine.web.files import first_frame
@@ -65,15 +66,17 @@ class Page:
         ) as self.demo:
             self.job = gr.BrowserState("", storage_key="job", secret="job")
             self.timer = gr.Timer(TICK_SECONDS)
+            compare = CompareTab(engine, jobs)
             with gr.Tab("Generate"), gr.Row(elem_id="generate"):
                 with gr.Column(scale=4, min_width=320, elem_id="form"):
                     self._form()
                 with gr.Column(scale=9, min_width=320, elem_id="watch"):
                     self._view()
-            CompareTab(self.demo, engine, jobs)
+            compare.build(self.demo)
             with gr.Tab("System") as self.system_tab:
                 self.system = gr.HTML(elem_id="system", **PLAIN)
             add_api(self.preset, jobs)
+            add_compare_api(engine, jobs)
             self._wire()
 
     # Widgets.

@@ -12,7 +12,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.jobs import CompareState, Jobs
 from engine.web import compare_render as render
-from engine.web.compare_api import add_compare_api, latents_upload
+from engine.web.compare_api import latents_upload
 from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form
 from engine.web.form import size_menu
 
@@ -24,22 +24,25 @@ Values = Mapping[Any, Any]
 
 
 class CompareTab:
-    """Made inside a gr.Blocks. Nothing of a visitor is kept here: a page sends what it shows and gets what differs.
+    """Made inside a gr.Blocks, before its tabs: anything between two tabs would part them. `build` then adds the tab.
 
-    demo: the Blocks, for its load event; engine: its decoders and costs; jobs: does the work.
+    Nothing of a visitor is kept here: a page sends what it shows and gets what differs. engine: its decoders and
+    costs; jobs: does the work.
     """
 
-    def __init__(self, demo: gr.Blocks, engine: Engine, jobs: Jobs) -> None:
+    def __init__(self, engine: Engine, jobs: Jobs) -> None:
         self.engine, self.jobs = engine, jobs
         self.fields: dict[str, gr.components.Component] = {}
         self.job = gr.BrowserState("", storage_key="compare", secret="compare")
         self.timer = gr.Timer(TICK_SECONDS, active=False)
+
+    def build(self, demo: gr.Blocks) -> None:
+        """Add the tab. demo: the Blocks, for its load event."""
         with gr.Tab("Compare") as self.tab, gr.Row(elem_id="compare"):
             with gr.Column(scale=4, min_width=320, elem_id="compare-form"):
-                self._form(start_form(engine))
+                self._form(start_form(self.engine))
             with gr.Column(scale=9, min_width=320, elem_id="compare-watch"):
                 self._watch()
-        add_compare_api(engine, jobs)
         self._wire(demo)
 
     # Widgets.
@@ -49,9 +52,9 @@ class CompareTab:
         decoders = decoder_menu(self.engine)
         gr.HTML(render.about(self.engine.decoders()), **PLAIN)
         fields["source"] = gr.Dropdown(list(SOURCES.items()), value=start.source, label="Latents")
-        with gr.Group(visible=False, elem_classes="bare") as self.of_job:
+        with gr.Column(visible=False) as self.of_job:
             fields["job"] = gr.Dropdown([], label="Video", allow_custom_value=False)
-        with gr.Group(visible=False, elem_classes="bare") as self.of_file:
+        with gr.Column(visible=False) as self.of_file:
             fields["file"] = latents_upload(label="latents.safetensors of a job, here or elsewhere", height=130)
         with gr.Row(elem_id="compare-random") as self.of_noise:
             fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
