@@ -67,11 +67,11 @@ FILLERS = ("a", "an", "the", "on", "and", "background", "camera", "to", "in", "o
 UNKNOWN = "[UNK]"
 EXAMPLES = (
     "a red circle moves right on a plain navy background, static camera",
-    "a yellow star spins on a gradient teal background, static camera",
-    "a white heart grows on a plain brown background, static camera",
-    "a green square bounces on a checker gray background, static camera",
-    "an orange triangle moves up on a striped navy background, static camera",
-    "a pink ring orbits on a plain black background, static camera",
+    "a white heart grows on a striped sky background, static camera",
+    "a yellow ring moves up and an orange star moves down on a gradient black background, static camera",
+    "a pink star stands still on a striped teal background, camera zooms in",
+    "a green square moves left on a checker gray background, static camera",
+    "a blue triangle orbits on a plain brown background, static camera",
 )
 
 
