@@ -86,6 +86,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tens
     pad = [0, padding, padding]
     if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.enabled and x.numel():
         # conv3d sends volumes of few channels and frames to a path that is eight times slower than oneDNN's.
+        # Winograd along time was measured above it: 1.0x at 16 channels, 1.5x at 64, for ten times the error. Not used.
         y = torch.mkldnn_convolution(volume, weight, bias, pad, [1, 1, 1], [1, 1, 1], 1)
     else:
         y = F.conv3d(volume, weight, bias, padding=pad)
