@@ -14,6 +14,7 @@
   const MODES = { side: "Side by side", wipe: "Wipe", frame: "Single frame", difference: "Difference" };
   const SOON_MS = 80; // dragging asks for many frames; only where it rests is one worth fetching
   const NUDGE = 0.25; // how much faster or slower the follower may run to catch up
+  const FAR = 4; // times the height of what is drawn
   const JUMP_FRAMES = 4; // farther apart than this, it seeks instead
 
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -141,10 +142,11 @@
   class Chart {
     constructor({ name, values, worst, limit, digits, pick }) {
       Object.assign(this, { values, worst, limit, digits, pick });
+      const caption = this.limit ? `${name} (at least ${this.limit})` : name;
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("role", "img");
       this.svg.setAttribute("aria-label", `${name} of every frame; the worst is frame ${worst}`);
-      this.element = make("figure", { className: "chart" }, make("figcaption", {}, name), this.svg);
+      this.element = make("figure", { className: "chart" }, make("figcaption", {}, caption), this.svg);
       this.svg.addEventListener("pointerdown", (event) => this.picked(event));
       this.svg.addEventListener("pointermove", (event) => event.buttons && this.picked(event));
       new ResizeObserver(() => this.redraw()).observe(this.svg);
@@ -158,9 +160,12 @@
 
     range() {
       const known = this.values.filter(Number.isFinite);
-      const all = known.concat(this.limit ?? []);
-      if (!all.length) return [0, 1];
-      const [low, high] = [Math.min(...all), Math.max(...all)];
+      if (!known.length) return [0, 1];
+      let [low, high] = [Math.min(...known), Math.max(...known)];
+      // A limit far away would press the line flat; then it stands in the caption alone.
+      this.limitShown = this.limit < high && low - this.limit <= FAR * (high - low);
+      if (this.limitShown) low = Math.min(low, this.limit);
+      if (this.limit >= high) [this.limitShown, high] = [true, this.limit];
       const room = (high - low || Math.abs(high) * 0.01 || 1) * 0.12;
       return [low - room, high + room];
     }
@@ -210,7 +215,7 @@
         if (this.y(low) - this.y(high) > 14) label(low.toFixed(this.digits), this.y(low) + 4);
       }
       if (this.values.includes(Infinity)) label("∞", EDGE.top + 5);
-      if (this.limit !== undefined && this.limit !== null) {
+      if (this.limitShown) {
         const y = this.y(this.limit);
         draw(this.svg, "line", { ...edges, class: "limit", y1: y, y2: y });
         const text = { class: "limit", x: EDGE.left + this.width, y: y - 4, "text-anchor": "end" };
