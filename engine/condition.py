@@ -89,18 +89,25 @@ def cover(size: tuple[int, int], height: int, width: int) -> tuple[tuple[int, in
     return (new_width, new_height), (left, top, left + width, top + height)
 
 
-def prepare_image(image: Image.Image, height: int, width: int) -> torch.Tensor:
-    """A picture scaled to cover the canvas (Lanczos) and cropped at its centre.
-
-    image: as from `open_image`. Result: float32 [1, 3, 1, height, width] in [-1, 1]. Raises RequestError for a picture
-    so narrow that it would have to be enlarged beyond `MAX_PIXELS`.
-    """
-    resized, box = cover(image.size, height, width)
+def check_picture(image: Image.Image, height: int, width: int) -> None:
+    """Raises RequestError for a picture so narrow that it would have to be enlarged beyond `MAX_PIXELS` to cover the
+    canvas. Needs only its size, so that it can be said before any work."""
+    resized, _ = cover(image.size, height, width)
     if resized[0] * resized[1] > MAX_PIXELS:
         raise RequestError(
             f"The picture is {image.width} x {image.height}, too narrow for a video of {width} x {height} "
             "(width x height). Crop it to a shape nearer to the video's."
         )
+
+
+def prepare_image(image: Image.Image, height: int, width: int) -> torch.Tensor:
+    """A picture scaled to cover the canvas (Lanczos) and cropped at its centre.
+
+    image: as from `open_image`. Result: float32 [1, 3, 1, height, width] in [-1, 1]. Raises RequestError as
+    `check_picture` does.
+    """
+    check_picture(image, height, width)
+    resized, box = cover(image.size, height, width)
     cropped = to_rgb(image).resize(resized, Image.Resampling.LANCZOS).crop(box)
     pixels = torch.from_numpy(np.array(cropped)).permute(2, 0, 1)
     return (pixels.float() / 127.5 - 1.0)[None, :, None]

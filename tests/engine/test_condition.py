@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from engine import condition as condition_module
 from engine.condition import (
+    check_picture,
     cover,
     denormalise,
     encode_image,
@@ -179,6 +180,9 @@ def test_a_picture_too_narrow_for_the_canvas_is_refused(monkeypatch):
     assert prepare_image(Image.new("RGB", (20, 1)), 32, 64).shape[-1] == 64
     with pytest.raises(RequestError, match="21 x 1, too narrow for a video of 64 x 32"):
         prepare_image(Image.new("RGB", (21, 1)), 32, 64)
+    check_picture(Image.new("RGB", (20, 1)), 32, 64)
+    with pytest.raises(RequestError, match="21 x 1, too narrow for a video of 64 x 32"):
+        check_picture(Image.new("RGB", (21, 1)), 32, 64)
 
 
 def test_floating_point_pixels_are_refused():
