@@ -1,4 +1,4 @@
-"""The command line: `python -m engine "a red circle moves right" --out out.mp4`, and `python -m engine compare ...`."""
+"""The command line: `python -m engine "a red circle moves right" --out out.mp4`; its commands compare and decode."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from engine import compare_cli
 from engine.engine import Engine
-from engine.errors import Cancelled, EngineError, RequestError
+from engine.errors import Cancelled, EngineError, MediaError, RequestError
 from engine.events import (
     Event,
     FramesMeasured,
@@ -43,15 +44,11 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m engine",
         description="Make a video of a prompt.",
-        epilog='About comparing decoders: "python -m engine compare --help". A video of that word: python -m engine -- '
-        "compare",
+        epilog='Other commands: "python -m engine compare --help" and "python -m engine decode --help". A video of '
+        "such a word alone: python -m engine -- compare",
     )
     parser.add_argument("prompt", help="what the video shows, what happens when, how the camera moves")
-    parser.add_argument("--out", type=Path, default=Path("out.mp4"), help="the mp4 to write (default: out.mp4)")
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file")
-    model.add_argument("--checkpoint", help="a checkpoint folder, or a repository on the Hub")
-    model.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+    _add_model(parser)
     video = parser.add_argument_group("video")
     video.add_argument("--negative", metavar="TEXT", help="what the video should not show")
     video.add_argument("--image", type=Path, metavar="FILE", help="the first frame")
@@ -64,13 +61,34 @@ def parser() -> argparse.ArgumentParser:
     video.add_argument("--steps", type=int)
     video.add_argument("--guidance", type=float)
     video.add_argument("--shift", type=float)
+    _add_how(parser).add_argument("--precision", help="of the transformer: auto, fp32, bf16")
+    return parser
+
+
+def decode_parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m engine decode`."""
+    parser = argparse.ArgumentParser("python -m engine decode", description="Decode saved latents again.")
+    parser.add_argument("--latents", type=Path, required=True, metavar="FILE", help="latents.safetensors of a job")
+    _add_model(parser)
+    _add_how(parser)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("out.mp4"), help="the mp4 to write (default: out.mp4)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file")
+    model.add_argument("--checkpoint", help="a checkpoint folder, or a repository on the Hub")
+    model.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+
+
+def _add_how(parser: argparse.ArgumentParser) -> Any:
     how = parser.add_argument_group("how")
-    how.add_argument("--precision", help="of the transformer: auto, fp32, bf16")
     how.add_argument("--decode-path", help="auto, plain, reference")
     how.add_argument("--decode-precision", help="auto, fp32, bf16, fp16")
     how.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the latents and all other files of the job here")
     how.add_argument("--json", action="store_true", help="print the figures as one JSON line on standard output")
-    return parser
+    return how
 
 
 def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
@@ -78,9 +96,8 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
     frames = arguments.frames
     if arguments.seconds is not None:
         if not 0 < arguments.seconds < 10_000:
-            raise RequestError(f"seconds = {arguments.seconds:g} must be more than 0; the preset's default is 2 or so.")
+            raise RequestError(f"seconds = {arguments.seconds:g} must lie between 0 and 10000.")
         frames = frames_of_seconds(arguments.seconds, preset.fps)
-    decode = {"path": arguments.decode_path, "precision": arguments.decode_precision}
     return preset.request(
         prompt=arguments.prompt,
         negative_prompt=arguments.negative,
@@ -93,16 +110,31 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
         guidance=arguments.guidance,
         shift=arguments.shift,
         denoise=DenoiseSettings(arguments.precision) if arguments.precision else None,
-        decode=DecodeSettings.from_dict({key: value for key, value in decode.items() if value}),
+        decode=decode_settings(arguments),
     )
 
 
-def check_out(out: Path) -> None:
-    """Refuse an output that can't be written, before any work."""
+def decode_settings(arguments: argparse.Namespace) -> DecodeSettings:
+    """How to decode, from the arguments."""
+    given = {"path": arguments.decode_path, "precision": arguments.decode_precision}
+    return DecodeSettings.from_dict({key: value for key, value in given.items() if value})
+
+
+def check_out(out: Path, keep: Path | None) -> None:
+    """Refuse an output or a folder that can't be written, before any work."""
     if out.suffix.lower() != ".mp4":
         raise RequestError(f"--out {out} must end in .mp4.")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise RequestError(f"--out {out} can't be written: its folder must exist and it must not be a folder itself.")
+    name = f"--keep {keep}"
+    try:
+        if keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=keep).close()
+        name, place = f"--out {out}", out.absolute().parent
+        if out.is_dir() or not place.is_dir():
+            raise RequestError(f"{name} can't be written: its folder must exist and it must not be one itself.")
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise RequestError(f"{name} can't be written ({error.strerror}). Choose another place.") from error
 
 
 class Progress:
@@ -115,7 +147,10 @@ class Progress:
         """Take in one event."""
         match event:
             case StageStarted(stage, total):
-                self.bar = tqdm(total=total, desc=f"{stage:8}", unit="step" if stage == "denoise" else "frame")
+                # A stage that can't be counted has only its seconds to show.
+                count = {} if total else {"bar_format": "{desc}: {postfix}"}
+                unit = "step" if stage == "denoise" else "frame"
+                self.bar = tqdm(total=total, desc=f"{stage:8}", unit=unit, **count)
             case SideStarted(side, path, precision, reason):
                 tqdm.write(f"Side {side.upper()}: {path}, {precision} ({reason})", file=sys.stderr)
             case StepDone():
@@ -145,27 +180,56 @@ def run(events: Iterator[Event]) -> VideoFinished:
 
 
 def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
-    """Do what the arguments say; returns the figures."""
-    check_out(arguments.out)
+    """Make a video of a prompt; returns the figures."""
+    check_out(arguments.out, arguments.keep)
     preset = preset_from_environment(arguments.preset, arguments.checkpoint)
     request = make_request(arguments, preset)
     engine = Engine(preset, arguments.device)
+    engine.check(request)
     engine.load(request.denoise)
     print(
         f"{preset.title}: {request.frames} frames of {request.width} x {request.height} (width x height), "
         f"seed {request.seed}, about {engine.estimate(request).total:.0f} s",
         file=sys.stderr,
     )
+    return deliver(arguments, lambda folder: engine.generate(request, folder, cancel))
+
+
+def decode(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
+    """Decode saved latents; returns the figures."""
+    check_out(arguments.out, arguments.keep)
+    engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.device)
+    settings = decode_settings(arguments)
+    return deliver(arguments, lambda folder: engine.decode(arguments.latents, settings, folder, cancel))
+
+
+def deliver(arguments: argparse.Namespace, work: Callable[[Path], Iterator[Event]]) -> dict:
+    """Do the work in the job's folder and bring the video to where it was asked for."""
     with job_folder(arguments) as folder:
-        finished = run(engine.generate(request, folder, cancel))
-        shutil.copyfile(finished.path, arguments.out)
+        finished = run(work(folder))
+        bring(finished.path, arguments.out)
     print(f"{arguments.out}{' (stopped early)' if finished.partial else ''}", file=sys.stderr)
     return finished.stats | {"video": str(arguments.out), "partial": finished.partial}
 
 
+def bring(video: Path, out: Path) -> None:
+    """Copy the video under a temporary name, then rename, so that an older file is replaced whole or not at all."""
+    if out.exists() and out.samefile(video):
+        return
+    part = out.with_name(out.name + ".part")
+    try:
+        shutil.copyfile(video, part)
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise MediaError(
+            f"The video is whole, but {out} can't be written ({error.strerror}). It is in {video}."
+        ) from error
+
+
 @contextmanager
 def job_folder(arguments: argparse.Namespace) -> Iterator[Path]:
-    """A folder for the job's files: the one to keep, or a temporary one that stays if its latents were not decoded."""
+    """A folder for the job's files: the one to keep, or a temporary one that stays if it holds what would be lost."""
     if arguments.keep:
         yield arguments.keep
         return
@@ -173,9 +237,11 @@ def job_folder(arguments: argparse.Namespace) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        if (folder / "latents.safetensors").exists():
-            print(f"The latents are kept: {folder / 'latents.safetensors'}", file=sys.stderr)
-        else:
+        latents = folder / "latents.safetensors"
+        if latents.exists():
+            again = f"python -m engine decode --latents {latents} --out {arguments.out}"
+            print(f"The latents are kept; decode them again with: {again}", file=sys.stderr)
+        elif not (folder / "video.mp4").exists():
             shutil.rmtree(folder)
         raise
     shutil.rmtree(folder)
@@ -185,24 +251,38 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: done; 1: failed; 2: bad input; 130: stopped. Anything but 0 leaves one line on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     words = sys.argv[1:] if arguments is None else arguments
-    comparing = words[:1] == ["compare"]
-    given = compare_cli.parser().parse_args(words[1:]) if comparing else parser().parse_args(words)
+    command = words[0] if words[:1] in (["compare"], ["decode"]) else None
+    parsers = {"compare": compare_cli.parser, "decode": decode_parser, None: parser}
+    given = parsers[command]().parse_args(words[1:] if command else words)
     cancel = threading.Event()
-    # The first Ctrl-C stops within a step or chunk and keeps what is there; the second one ends the program.
-    signal.signal(signal.SIGINT, lambda *_: (cancel.set(), signal.signal(signal.SIGINT, signal.default_int_handler)))
+    _stop_on_signals(cancel)
     try:
-        stats = compare_cli.compare(given, cancel, Progress().show) if comparing else generate(given, cancel)
-    except (EngineError, KeyboardInterrupt) as error:
+        if command == "compare":
+            stats = compare_cli.compare(given, cancel, Progress().show)
+        else:
+            stats = decode(given, cancel) if command else generate(given, cancel)
+    except (EngineError, KeyboardInterrupt, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         stopped = isinstance(error, (Cancelled, KeyboardInterrupt))
         return STOPPED if stopped else BAD_INPUT if isinstance(error, RequestError) else FAILED
     if given.json:
         print(json.dumps(stats, ensure_ascii=False))
-    elif comparing:
+    elif command == "compare":
         print(compare_cli.table(stats))
-    if comparing:
+    if command == "compare":
         return FAILED if compare_cli.failed(stats) else 0
     return STOPPED if stats["partial"] else 0
+
+
+def _stop_on_signals(cancel: threading.Event) -> None:
+    """The first signal stops within a step or chunk and keeps what is there; a second Ctrl-C ends the program."""
+
+    def stop(*_: object) -> None:
+        cancel.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, stop)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from PIL import Image
 
 from engine import estimate as cost
 from engine import record
 from engine.compare import Decoder
-from engine.condition import make_condition, open_image
+from engine.condition import check_picture, make_condition, open_image
 from engine.decode_cost import CompareCost, DecodeCosts
-from engine.errors import BusyError, Cancelled, EngineError, MediaError
+from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
 from engine.latents import load_latents, save_latents
@@ -73,8 +74,7 @@ class Engine:
         A stop while frames arrive ends with a shorter, whole video instead. A fault while frames arrive does so too,
         and is raised after VideoFinished.
         """
-        check(request, self.preset.limits)
-        image = open_image(request.image) if request.image else None
+        image = self.check(request)
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
@@ -96,6 +96,7 @@ class Engine:
         """Decode saved latents again, with other settings or after a failure, into `folder`. Events and errors as of
         `generate`."""
         saved = load_latents(latents)
+        self.decoder(settings)
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
@@ -135,6 +136,18 @@ class Engine:
                 yield from comparison.run(side, settings, self.executor, telemetry, cancel)
             self._learn_sides(comparison)
             yield from comparison.finish(self._machine())
+
+    def check(self, request: Request) -> Image.Image | None:
+        """Raise RequestError for everything that can be known before the work; returns the opened first frame."""
+        check(request, self.preset.limits)
+        self.decoder(request.decode)
+        if not request.prompt.strip() and request.image is None:
+            raise RequestError("The prompt is empty. Say what should happen, or give a first frame.")
+        if request.image is None:
+            return None
+        image = open_image(request.image)
+        check_picture(image, request.height, request.width)
+        return image
 
     def load(self, settings: DenoiseSettings | None = None) -> None:
         """Load what is not there yet and measure this machine; `readiness` tells how far it is.

@@ -103,3 +103,48 @@ def test_ctrl_c_stops_and_leaves_nothing_half_done(preset, tmp_path):
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in rest
     assert [path.name for path in tmp_path.iterdir()] == ["toy.toml"]
+
+
+def test_impossible_work_is_refused_before_the_model_is_loaded(preset, tmp_path, capsys, monkeypatch):
+    def never(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("engine.engine.Engine.load", never)
+    out = ["--out", str(tmp_path / "o.mp4")]
+    (tmp_path / "text.png").write_text("no picture")
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, words in (
+        (["x", "--decode-path", "reference", "--decode-precision", "bf16"], "reference"),
+        (["x", "--decode-precision", "tf32"], "tf32"),
+        (["x", "--image", str(tmp_path / "text.png")], "text.png"),
+        (["x", "--keep", str(file)], "--keep"),
+        ([" "], "empty"),
+    ):
+        assert main([*arguments, "--preset", preset, *out]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+def test_an_older_file_is_replaced_whole_or_not_at_all(preset, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "o.mp4"
+    out.write_bytes(b"old")
+
+    def full(source, target):
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.__main__.shutil.copyfile", full)
+    assert main(["x", "--preset", preset, "--frames", "1", "--steps", "1", "--out", str(out)]) == 1
+    assert "No space left" in capsys.readouterr().err and out.read_bytes() == b"old"
+    assert not (tmp_path / "o.mp4.part").exists() and list(tmp_path.glob("pan2-*/video.mp4"))
+
+
+def test_latents_are_decoded_again(preset, tmp_path):
+    keep, out = tmp_path / "keep", tmp_path / "keep" / "video.mp4"
+    assert main(["x", "--preset", preset, "--frames", "5", "--steps", "1", "--keep", str(keep), "--out", str(out)]) == 0
+    again = tmp_path / "again.mp4"
+    latents = ["--latents", str(keep / "latents.safetensors")]
+    assert main(["decode", *latents, "--preset", preset, "--decode-path", "reference", "--out", str(again)]) == 0
+    assert probe(again).frames == probe(out).frames == 5
+    assert main(["decode", "--latents", str(tmp_path / "none"), "--preset", preset, "--out", str(again)]) == 2
