@@ -244,7 +244,7 @@ class Jobs:
 
     def _snapshot(self, job: str, kind: type[Job] = Job) -> Any:
         with self._changed:
-            state = self._states.get(job)
+            state = self._states.get(job) if isinstance(job, str) else None
             if not isinstance(state, kind):
                 return None
             found = copy.deepcopy(state)
@@ -254,20 +254,31 @@ class Jobs:
     def cancel(self, job: str) -> None:
         """Stop a job within one step or chunk; what is decoded by then stays."""
         with self._changed:
-            self._state(job).stopping = True
+            state = self._state(job)
+            state.stopping = True
             self._cancels[job].set()
+            if state.status == "queued":
+                state.status, state.error, state.ended = "stopped", "Stopped before it began.", time.time()
+            self._changed.notify_all()
 
     def follow(self, job: str, seconds: float = 0.5) -> Iterator[Any]:
-        """Snapshots until the job is over, the last one included, at least every `seconds`."""
+        """Snapshots until the job is over, the last one included: one when it changed, at most one every `seconds`."""
+        shown = None
         while True:
             with self._changed:
                 self._state(job)
             state = self._snapshot(job)
-            yield state
+            if state != shown:
+                yield state
             if state.over:
                 return
-            with self._changed:
-                self._changed.wait(seconds)
+            shown = state
+            self._over(job, seconds)
+
+    def _over(self, job: str, seconds: float) -> bool:
+        """Wait until a job is over, but no longer than `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._states[job].over, seconds)
 
     def wait(self, job: str) -> Any:
         """Block until a job is over."""
@@ -308,10 +319,19 @@ class Jobs:
 
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None:
-            self._run(self._states[job], self._cancels[job])
+            if self._begin(self._states[job]):
+                self._run(self._states[job], self._cancels[job])
+
+    def _begin(self, state: Job) -> bool:
+        """Whether a job is still wanted; it runs from here on."""
+        with self._changed:
+            if state.over:
+                return False
+            state.status, state.started = "running", time.time()
+            self._changed.notify_all()
+            return True
 
     def _run(self, state: Job, cancel: threading.Event) -> None:
-        self._update(state, lambda: (setattr(state, "status", "running"), setattr(state, "started", time.time())))
         status, error = self._drive(state, cancel)
 
         def end() -> None:
@@ -322,8 +342,6 @@ class Jobs:
 
     def _drive(self, state: Job, cancel: threading.Event) -> tuple[Status, str | None]:
         try:
-            if cancel.is_set():
-                raise Cancelled("Stopped before it began.")
             self._consume(state, state.run(self.engine, cancel))
         except Cancelled as stopped:
             return "stopped", str(stopped)

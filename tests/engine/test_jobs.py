@@ -165,3 +165,28 @@ def test_jobs_of_one_second_have_different_folders(jobs):
     registry = jobs(*WHOLE)
     folders = {registry.wait(registry.submit(REQUEST)).folder for _ in range(5)}
     assert len(folders) == 5 and all(folder.parent == registry.outputs for folder in folders)
+
+
+def test_a_waiting_job_is_stopped_at_once_and_never_runs(jobs):
+    registry = jobs(threading.Event(), *WHOLE)
+    running, waiting, last = (registry.submit(REQUEST) for _ in range(3))
+    registry.cancel(waiting)
+    assert registry.snapshot(waiting).status == "stopped" and registry.snapshot(last).position == 1
+    registry.cancel(running)
+    registry.cancel(last)
+    assert registry.wait(last).status == "stopped" and registry.snapshot(waiting).stages == []
+
+
+def test_a_follower_hears_of_changes_only(jobs):
+    gate = threading.Event()
+    registry = jobs(StageStarted("text"), gate, *WHOLE)
+    first, waiting = registry.submit(REQUEST), registry.submit(REQUEST)
+    seen = []
+    follower = threading.Thread(target=lambda: seen.extend(registry.follow(waiting, 0.02)))
+    follower.start()
+    registry.snapshot(first)
+    threading.Event().wait(0.3)
+    assert len(seen) == 1
+    gate.set()
+    follower.join()
+    assert seen[-1].over
