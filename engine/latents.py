@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engine.errors import RequestError
+from engine.errors import RequestError, ResourceError
 from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, video_frames
 
 KEY = "latents"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,57 @@ class SavedLatents:
 
 
 def save_latents(path: Path, latents: torch.Tensor, metadata: dict[str, str]) -> str:
-    """Write latents [1, 48, F, h, w] as fp32 under a temporary name, then rename; returns their SHA-256."""
+    """Write latents [1, 48, F, h, w] as fp32 under a temporary name, then rename; returns their SHA-256.
+
+    The folder is made again if it is gone. Raises ResourceError if they can't be written there; it names the file in a
+    temporary folder that holds them instead.
+    """
     tensor = latents.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-    part = path.with_name(path.name + ".part")
-    save_file({KEY: tensor}, part, metadata={**metadata, "sha256": digest})
-    part.rename(path)
+    notes = {**metadata, "sha256": digest}
+    try:
+        _write(path, tensor, notes)
+    except (OSError, SafetensorError) as error:
+        where = _rescue(tensor, notes)
+        raise ResourceError(f"The latents could not be written to {path} ({error}). {where}") from error
     return digest
 
 
+def _write(path: Path, tensor: torch.Tensor, metadata: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file({KEY: tensor}, part, metadata=metadata)
+        part.replace(path)
+    except BaseException:
+        # Half a file of this size would keep the disk full.
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _rescue(tensor: torch.Tensor, metadata: dict[str, str]) -> str:
+    """Write latents to a temporary folder, since they are the costly part of a video; says where they are."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="latents-"))
+        _write(folder / "latents.safetensors", tensor, metadata)
+    except (OSError, SafetensorError) as error:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        return (
+            f"Nor could they be written to a temporary folder ({error}), so they are lost. Free some disk space, or "
+            "choose another output folder, and start again."
+        )
+    return (
+        f"They are kept in {folder / 'latents.safetensors'}; move that file to a safe place and decode it from there. "
+        "Free some disk space, or choose another output folder, before the next video."
+    )
+
+
 def load_latents(path: Path) -> SavedLatents:
-    """Read latents back. Raises RequestError if the file is not safetensors, holds no latents, has a wrong shape or
-    values that are not finite."""
+    """Read latents back, as fp32. Raises RequestError if the file can't be read, is not safetensors, holds no latents,
+    has a wrong shape or dtype, or values that are not finite in fp32."""
     if not Path(path).is_file():
         raise RequestError(f"The latents file {path} does not exist.")
     try:
@@ -58,11 +101,13 @@ def load_latents(path: Path) -> SavedLatents:
             tensor, metadata = file.get_tensor(KEY), file.metadata() or {}
     except SafetensorError as error:
         raise RequestError(f"{path} is not a whole safetensors file ({error}).") from error
-    _check(tensor, path)
-    return SavedLatents(tensor.float(), metadata)
+    except OSError as error:
+        raise RequestError(f"{path} can't be read ({error}). Check its permissions, or give another file.") from error
+    return SavedLatents(_checked(tensor, path), metadata)
 
 
-def _check(tensor: torch.Tensor, path: Path) -> None:
+def _checked(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """The latents as float32, which is what is decoded and so what must be finite."""
     shape = tuple(tensor.shape)
     if tensor.dim() != 5 or shape[0] != 1 or shape[1] != LATENT_CHANNELS or 0 in shape:
         raise RequestError(
@@ -71,8 +116,18 @@ def _check(tensor: torch.Tensor, path: Path) -> None:
         )
     if shape[3] % 2 or shape[4] % 2:
         raise RequestError(f"The latents in {path} are {shape[3]} x {shape[4]} (height x width); both must be even.")
-    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-        raise RequestError(f"The latents in {path} hold values that are not finite numbers ({tensor.dtype}).")
+    if tensor.dtype not in DTYPES:
+        raise RequestError(
+            f"The latents in {path} are stored as {tensor.dtype}; needed is float32, or another floating-point type of "
+            "16 bits or more. Save them again as float32."
+        )
+    converted = tensor.float()
+    if not torch.isfinite(converted).all():
+        raise RequestError(
+            f"The latents in {path} hold values that are not finite numbers in float32 (they are stored as "
+            f"{tensor.dtype}). Make them again."
+        )
+    return converted
 
 
 def folder_hash(folder: Path) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
-from engine.errors import ResourceError
+from engine.errors import MediaError, ResourceError
 from engine.memory import in_words
 from engine.request import Request
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.video import thumbnail
+
+log = logging.getLogger(__name__)
 
 # H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
 VIDEO_SHARE = 0.2
@@ -24,18 +28,31 @@ FLOAT_BYTES = 4
 
 
 def prepare_folder(folder: Path, request: Request, image: Image.Image | None) -> None:
-    """Make the job's folder, write its request and first frame there. Raises ResourceError if the disk is too full."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the job's folder, write its request and first frame there.
+
+    Raises ResourceError if the disk is too full or the folder can't be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_disk(folder, request)
+        if image is not None:
+            image.save(folder / "image.png")
+            request = dataclasses.replace(request, image=folder / "image.png")
+        _replace(folder / "request.json", request.to_json())
+    except OSError as error:
+        raise ResourceError(
+            f"The output folder {folder} can't be written to ({error}). Make it writable, or choose another one "
+            "(ENGINE_OUTPUTS)."
+        ) from error
+
+
+def _require_disk(folder: Path, request: Request) -> None:
     needed, free = bytes_needed(request), shutil.disk_usage(folder).free
     if free < needed:
         raise ResourceError(
             f"The disk of {folder} has {in_words(free)} free and this video may need {in_words(needed)}. "
             "Delete old videos, or choose another output folder."
         )
-    if image is not None:
-        image.save(folder / "image.png")
-        request = dataclasses.replace(request, image=folder / "image.png")
-    write_json(folder / "request.json", request.to_json())
 
 
 def bytes_needed(request: Request) -> int:
@@ -46,18 +63,44 @@ def bytes_needed(request: Request) -> int:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON under a temporary name, then rename, so that a reader never sees half of it."""
+    """Write JSON under a temporary name, then rename, so that a reader never sees half of it.
+
+    Raises ResourceError with the path if it can't be written.
+    """
+    try:
+        _replace(path, values)
+    except OSError as error:
+        raise ResourceError(
+            f"{path} could not be written ({error}). Free some disk space, or choose another output folder."
+        ) from error
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
-    part.rename(path)
+    try:
+        part.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def keep_thumbnail(folder: Path, frames: Any, written: int, total: int) -> None:
     """Write thumbnail.jpg of the first chunk, and once more when the middle of the video has come. frames: uint8
-    [t, height, width, 3], the newest ones; written: frames so far; total: frames of the whole video."""
+    [t, height, width, 3], the newest ones; written: frames so far; total: frames of the whole video.
+
+    One that can't be written is only logged: a video is worth more than its thumbnail.
+    """
     middle = total // 2 - (written - len(frames))
     if written == len(frames) or 0 <= middle < len(frames):
-        thumbnail(frames[min(max(middle, 0), len(frames) - 1)], folder / "thumbnail.jpg")
+        path = folder / "thumbnail.jpg"
+        try:
+            thumbnail(frames[min(max(middle, 0), len(frames) - 1)], path)
+        except (OSError, MediaError) as error:
+            log.warning("%s could not be written: %s", path, error)
+            with suppress(OSError):
+                path.with_name(path.name + ".part").unlink()
 
 
 def video_size(latents: torch.Tensor) -> tuple[int, int, int]:
