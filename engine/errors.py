@@ -1,5 +1,9 @@
 """What can go wrong, in words. Every message names the value, the rule that it breaks and what to do instead."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class EngineError(Exception):
     """Base of every error that is shown to people as it stands."""
@@ -27,3 +31,18 @@ class BusyError(EngineError):
 
 class Cancelled(EngineError):  # noqa: N818 - it is a decision of the user, not a fault
     """The user stopped the work. What was finished before stays."""
+
+
+def shown(value: object, length: int = 60) -> str:
+    """A value as messages quote it: its repr, shortened. Never fails, whatever the value is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes out no number of thousands of digits and no nesting of thousands of levels.
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= length else f"{text[: length - 4]} ..."
+
+
+def listed(keys: Iterable[object]) -> str:
+    """Keys as messages list them, sorted; they need not be text."""
+    return ", ".join(sorted(key if isinstance(key, str) and len(key) <= 60 else shown(key) for key in keys))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RequestError
+from engine.errors import RequestError, listed, shown
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import SIZE_MULTIPLE, TEMPORAL_FACTOR, nearest_frames, nearest_size
 
@@ -55,36 +56,51 @@ class Request:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Request:
         """The inverse of `to_json`. Unknown or missing fields are refused by name. Does not check limits."""
+        if not isinstance(values, Mapping):
+            raise RequestError(f"A request must be a table of its fields, not {shown(values)}.")
         known = {entry.name for entry in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = set(values) - known
         if unknown:
-            raise RequestError(f"A request has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
+            raise RequestError(f"A request has no field {listed(unknown)}; it has {listed(known)}.")
         given = dict(values)
-        given["image"] = Path(given["image"]) if given.get("image") else None
-        given["denoise"] = DenoiseSettings.from_dict(given.get("denoise") or {})
-        given["decode"] = DecodeSettings.from_dict(given.get("decode") or {})
+        given["image"] = _path("image", given.get("image"))
+        for name, settings in (("denoise", DenoiseSettings), ("decode", DecodeSettings)):
+            given[name] = settings.from_dict({} if given.get(name) is None else given[name])
         try:
-            return cls(**given)
+            request = cls(**given)
         except TypeError as error:
             raise RequestError(f"The request is incomplete: {error}.") from error
+        _text("preset", request.preset)
+        return request
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def _path(name: str, value: Any) -> Path | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, (str, Path)):
+        raise RequestError(f"{name} = {shown(value)} must be the path of a picture.")
+    return Path(value)
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raises RequestError unless the value is a whole number from low to high; True and 1.0 are none."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}.")
+        raise RequestError(f"{name} = {shown(value)} must be a whole number from {low} to {high}.")
     if not low <= value <= high:
         raise RequestError(
-            f"{name} = {value} must lie between {low} and {high}; the nearest is {min(max(value, low), high)}."
+            f"{name} = {shown(value)} must lie between {low} and {high}; the nearest is {min(max(value, low), high)}."
         )
 
 
 def _real(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} = {value!r} must be a number from {low:g} to {high:g}.")
+    # Whole numbers are finite, and large ones don't fit into a float to be asked.
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole and not (isinstance(value, float) and math.isfinite(value)):
+        raise RequestError(f"{name} = {shown(value)} must be a number from {low:g} to {high:g}.")
     if not low <= value <= high:
-        raise RequestError(
-            f"{name} = {value:g} must lie between {low:g} and {high:g}; the nearest is {min(max(value, low), high):g}."
-        )
+        text = shown(value) if whole else f"{value:g}"
+        nearest = low if value < low else high
+        raise RequestError(f"{name} = {text} must lie between {low:g} and {high:g}; the nearest is {nearest:g}.")
 
 
 def _text(name: str, value: Any) -> None:
@@ -92,10 +108,19 @@ def _text(name: str, value: Any) -> None:
         raise RequestError(f"{name} must be text, not {type(value).__name__}.")
     if len(value) > MAX_PROMPT:
         raise RequestError(f"{name} has {len(value)} characters; at most {MAX_PROMPT} are taken. Shorten it.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # Half of a pair that stands for one character: no tokenizer and no file takes it.
+        code = ord(value[error.start])
+        raise RequestError(
+            f"{name} is not valid text: its character {error.start + 1} is U+{code:04X}, which is half a character. "
+            "Remove it."
+        ) from error
 
 
 def _side(name: str, value: Any, limits: Limits) -> None:
-    _integer(name, value, limits.min_side, limits.pixels // limits.min_side)
+    check_integer(name, value, limits.min_side, limits.pixels // limits.min_side)
     if value % SIZE_MULTIPLE:
         raise RequestError(
             f"{name} = {value} must be a multiple of {SIZE_MULTIPLE}; the nearest is {nearest_size(value)}."
@@ -103,7 +128,7 @@ def _side(name: str, value: Any, limits: Limits) -> None:
 
 
 def _frames(frames: Any, limits: Limits) -> None:
-    _integer("frames", frames, 1, limits.frames)
+    check_integer("frames", frames, 1, limits.frames)
     if (frames - 1) % TEMPORAL_FACTOR:
         nearest = min(nearest_frames(frames), limits.frames)
         raise RequestError(
@@ -118,10 +143,10 @@ def check(request: Request, limits: Limits) -> Request:
     _side("height", request.height, limits)
     _side("width", request.width, limits)
     _frames(request.frames, limits)
-    _integer("steps", request.steps, 1, limits.steps)
+    check_integer("steps", request.steps, 1, limits.steps)
     _real("shift", request.shift, 0.01, limits.shift)
     _real("guidance", request.guidance, 0.0, limits.guidance)
-    _integer("seed", request.seed, 0, MAX_SEED)
+    check_integer("seed", request.seed, 0, MAX_SEED)
     pixels = request.height * request.width
     if pixels > limits.pixels:
         raise RequestError(
@@ -134,6 +159,8 @@ def check(request: Request, limits: Limits) -> Request:
             f"{request.frames} frames of {request.width} x {request.height} are too many for this preset; at this size "
             f"it makes at most {max(1, longest)} frames."
         )
-    if request.image is not None and not Path(request.image).is_file():
-        raise RequestError(f"The first frame {request.image} is not a file. Give a picture (PNG, JPEG, WebP).")
+    image = _path("image", request.image)
+    # Path.is_file raises for a name that is too long.
+    if image is not None and not os.path.isfile(image):
+        raise RequestError(f"The first frame {shown(str(image), 300)} is not a file. Give a picture (PNG, JPEG, WebP).")
     return request

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from engine.errors import RequestError
+from engine.errors import RequestError, listed, shown
 
 Precision = Literal["auto", "fp32", "bf16"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -13,7 +14,10 @@ DecodePath = Literal["auto", "plain", "reference"]
 
 
 class _Checked:
-    """Refuses a value that its annotation does not list, with the values that it does."""
+    """Refuses a value that its annotation does not list, with the values that it does. user_name: what messages call
+    it, as people write it in a preset or a request."""
+
+    user_name: ClassVar[str]
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -21,16 +25,18 @@ class _Checked:
             allowed, value = get_args(hints[field.name]), getattr(self, field.name)
             if allowed and value not in allowed:
                 raise RequestError(
-                    f"{type(self).__name__}.{field.name} = {value!r} is not known; choose one of {', '.join(allowed)}."
+                    f"{self.user_name} {field.name} = {shown(value)} is not known; choose one of {', '.join(allowed)}."
                 )
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Any:
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
         """Build from a table; an unknown key is refused with the list of known ones."""
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        unknown = sorted(set(values) - set(known))
+        if not isinstance(values, Mapping):
+            raise RequestError(f"{cls.user_name} = {shown(values)} must be a table of {', '.join(known)}.")
+        unknown = set(values) - set(known)
         if unknown:
-            raise RequestError(f"{cls.__name__} has no setting {', '.join(unknown)}; it has {', '.join(known)}.")
+            raise RequestError(f"{cls.user_name} has no setting {listed(unknown)}; it has {', '.join(known)}.")
         return cls(**values)
 
 
@@ -38,6 +44,7 @@ class _Checked:
 class DenoiseSettings(_Checked):
     """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU)."""
 
+    user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
 
 
@@ -46,5 +53,6 @@ class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
     ("auto": fp32 on a CPU, bf16 on a GPU; the reference takes fp32, and tf32 where a GPU has it)."""
 
+    user_name: ClassVar[str] = "decode"
     path: DecodePath = "auto"
     precision: DecodePrecision = "auto"

@@ -459,7 +459,7 @@ BAD_CALLS = [
     ({"steps": 2.5}, "steps = 2.5 must be a whole number"),
     ({"seconds": -1}, "seconds = -1"),
     ({"seconds": 1e5}, "frames = 2400001 must lie between"),
-    ({"decoder": "x"}, "DecodeSettings.path = 'x' is not known; choose one of auto"),
+    ({"decoder": "x"}, "decode path = 'x' is not known; choose one of auto"),
     ({"prompt": ["a"]}, "prompt must be text"),
 ]
 

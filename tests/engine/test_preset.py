@@ -51,6 +51,16 @@ BAD = [
     ({"height": 928, "width": 1024, "frames": 481}, "481 frames", "at most 441"),
     ({"image": Path("/nowhere/a.png")}, "/nowhere/a.png", "PNG"),
     ({"colour": "red"}, "colour", "prompt"),
+    ({"prompt": "a\ud800"}, "prompt is not valid text: its character 2 is U+D800", "Remove"),
+    ({"negative_prompt": "a\udcffb"}, "negative_prompt is not valid text: its character 2 is U+DCFF", "Remove"),
+    ({"guidance": 10**400}, "guidance = 1000", "nearest is 20"),
+    ({"shift": -(10**400)}, "shift = -1000", "nearest is 0.01"),
+    ({"shift": True}, "shift = True", "number"),
+    ({"steps": 10**400}, "steps = 1000", "nearest is 100"),
+    ({"seed": 10**5000}, "seed = a value of type int", "nearest is"),
+    ({"image": 5}, "image = 5", "path"),
+    ({"image": "x" * 9999}, "is not a file", "PNG"),
+    ({"image": "a\0b"}, "is not a file", "PNG"),
 ]
 
 
@@ -59,6 +69,7 @@ def test_bad_values_are_refused_with_value_and_fix(values, names, fix):
     with pytest.raises(RequestError) as error:
         load_preset("tiny").request(**values)
     assert names in str(error.value) and fix in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_the_longest_video_that_a_message_offers_is_taken():
@@ -85,10 +96,42 @@ def test_request_from_json_names_unknown_and_missing_fields():
         Request.from_json({key: value for key, value in values.items() if key != "prompt"})
 
 
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"image": 5}, "image = 5 must be the path"),
+        ({"image": ["a"]}, r"image = \['a'\] must be the path"),
+        ({"denoise": 5}, "denoise = 5 must be a table of precision"),
+        ({"denoise": [1]}, r"denoise = \[1\] must be a table"),
+        ({"decode": 0}, "decode = 0 must be a table of path, precision"),
+        ({"decode": DEEP}, "decode = a value of type list must be a table"),
+        ({"decode": {"path": DEEP}}, "decode path = a value of type list is not known"),
+        ({"decode": {5: 5, "x": 1}}, "decode has no setting 5, x"),
+        ({5: 5, "colour": 1}, "no field 5, colour"),
+        ({"preset": 5}, "preset must be text"),
+        ({"preset": None}, "preset must be text"),
+    ],
+)
+def test_request_from_json_refuses_what_is_no_request(changed, words):
+    with pytest.raises(RequestError, match=words):
+        Request.from_json(load_preset("tiny").request().to_json() | changed)
+
+
+@pytest.mark.parametrize("values", [None, [], "a", 5])
+def test_request_from_json_wants_a_table(values):
+    with pytest.raises(RequestError, match="must be a table"):
+        Request.from_json(values)
+
+
 def test_settings_refuse_unknown_values_and_keys():
-    with pytest.raises(RequestError, match="fp32"):
+    with pytest.raises(RequestError, match="denoise precision = 'fp4' is not known; choose one of auto, fp32"):
         DenoiseSettings(precision="fp4")
-    with pytest.raises(RequestError, match="path, precision"):
+    with pytest.raises(RequestError, match="decode has no setting speed; it has path, precision"):
         DecodeSettings.from_dict({"speed": 9})
 
 
