@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from engine.errors import RequestError
-from engine.request import Limits, Request, check
+from engine.errors import RequestError, listed, shown
+from engine.request import Limits, Request, check, check_integer
 from engine.settings import DecodeSettings, DenoiseSettings
 
 PRESETS = Path(__file__).resolve().parent.parent / "presets"
+MAX_FPS = 240
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class Preset:
         """A checked request: the preset's defaults, overridden by `values`; None means the default, a seed of -1 a
         random one. Raises RequestError with the value, the rule and the nearest legal value."""
         known = {entry.name for entry in dataclasses.fields(Request)} - {"preset"}
-        unknown = sorted(set(values) - known)
+        unknown = set(values) - known
         if unknown:
-            raise RequestError(f"A request has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
+            raise RequestError(f"A request has no field {listed(unknown)}; it has {listed(known)}.")
         given = {key: value for key, value in values.items() if value is not None}
         if given.get("seed") == -1:
             given["seed"] = secrets.randbelow(2**31)
@@ -72,44 +75,117 @@ class Preset:
         return check(Request(preset=self.name, **(base | given)), self.limits)
 
 
+@contextmanager
+def _within(where: str) -> Iterator[None]:
+    """Say of what is refused inside where it stands."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from error
+
+
 def _table(cls: type, values: Any, where: str) -> Any:
-    """Build a dataclass from a TOML table; unknown and missing keys are refused by name."""
+    """Build a dataclass from a TOML table; unknown and missing keys and values of another type are refused by name."""
     if not isinstance(values, Mapping):
-        raise RequestError(f"{where} must be a table, not {values!r}.")
+        raise RequestError(f"{where} must be a table, not {shown(values)}.")
     fields = {entry.name: entry for entry in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
+    unknown = set(values) - set(fields)
     if unknown:
-        raise RequestError(f"{where} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(fields))}.")
+        raise RequestError(f"{where} has unknown keys {listed(unknown)}; known are {listed(fields)}.")
     no_default = (dataclasses.MISSING, dataclasses.MISSING)
     required = {n for n, f in fields.items() if (f.default, f.default_factory) == no_default}
-    missing = sorted(required - set(values))
+    missing = required - set(values)
     if missing:
-        raise RequestError(f"{where} lacks {', '.join(missing)}.")
+        raise RequestError(f"{where} lacks {listed(missing)}.")
+    with _within(where):
+        for name, kind in get_type_hints(cls).items():
+            if name in values:
+                _check_type(name, values[name], kind)
     return cls(**values)
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value that TOML gives for another type. Annotations of tables and lists are looked at elsewhere."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is str and not isinstance(value, str):
+        raise RequestError(f"{name} = {shown(value)} must be text.")
+    if kind is int and not (number and isinstance(value, int)):
+        raise RequestError(f"{name} = {shown(value)} must be a whole number.")
+    if kind is float and not (number and (isinstance(value, int) or math.isfinite(value))):
+        raise RequestError(f"{name} = {shown(value)} must be a number.")
+
+
+def _list(name: str, values: Any, of: str) -> list[Any]:
+    if not isinstance(values, list):
+        raise RequestError(f"{name} = {shown(values)} must be a list of {of}.")
+    return values
+
+
+def _examples(values: Any) -> tuple[str, ...]:
+    for text in _list("examples", values, "texts"):
+        _check_type("examples", text, str)
+    return tuple(values)
+
+
+def _check_limits(limits: Limits) -> None:
+    """Refuse limits that no request could obey, since its refusal would offer what can't be had."""
+    square = limits.min_side**2
+    least = {"min_side": 1, "steps": 1, "frames": 1, "pixels": square, "volume": square, "guidance": 0, "shift": 0.01}
+    for name, low in least.items():
+        value = getattr(limits, name)
+        if value < low:
+            why = " (min_side * min_side)" if low == square != 1 else ""
+            raise RequestError(f"{name} = {shown(value)} must be at least {low}{why}.")
+
+
+def _check_requests(preset: Preset, where: str) -> None:
+    """What the page begins with or offers must be taken by the engine."""
+    with _within(f"{where}, [defaults]"):
+        preset.request()
+    for size in preset.sizes:
+        with _within(f"{where}, [[sizes]]"):
+            preset.request(height=size.height, width=size.width)
+    for prompt in preset.examples:
+        with _within(f"{where}, examples"):
+            preset.request(prompt=prompt)
+
+
+def _read_toml(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise RequestError(f"Preset {name} is nested too deeply.") from error
+    except ValueError as error:
+        # Besides TOML's own error also Python's, of numbers with thousands of digits.
+        raise RequestError(f"Preset {name} is not valid TOML: {error}.") from error
 
 
 def parse_preset(text: str, name: str, folder: Path = PRESETS) -> Preset:
     """A preset from TOML text. The defaults, each size and each example must themselves be legal requests."""
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"Preset {name} is not valid TOML: {error}.") from error
-    where = f"preset {name}"
-    tables = {
+    values, where = _read_toml(text, name), f"preset {name}"
+    with _within(where):
+        sizes = _list("sizes", values.get("sizes", []), "tables")
+        tables = {
+            "examples": _examples(values.get("examples", [])),
+            "denoise": DenoiseSettings.from_dict(values.get("denoise", {})),
+            "decode": DecodeSettings.from_dict(values.get("decode", {})),
+        }
+    tables |= {
         "defaults": _table(Defaults, values.get("defaults", {}), f"{where}, [defaults]"),
         "limits": _table(Limits, values.get("limits", {}), f"{where}, [limits]"),
-        "sizes": tuple(_table(Size, size, f"{where}, [[sizes]]") for size in values.get("sizes", [])),
-        "examples": tuple(values.get("examples", ())),
-        "denoise": DenoiseSettings.from_dict(values.get("denoise", {})),
-        "decode": DecodeSettings.from_dict(values.get("decode", {})),
+        "sizes": tuple(_table(Size, size, f"{where}, [[sizes]]") for size in sizes),
     }
     preset = _table(Preset, {**values, **tables, "name": name}, where)
+    with _within(where):
+        check_integer("fps", preset.fps, 1, MAX_FPS)
+        if not preset.checkpoint:
+            raise RequestError("checkpoint is empty. Give a folder, or the name of a repository on the Hub.")
+    with _within(f"{where}, [limits]"):
+        _check_limits(preset.limits)
+    _check_requests(preset, where)
+    # Path.is_dir raises for a name that is too long.
     local = folder / preset.checkpoint
-    if local.is_dir():
-        preset = dataclasses.replace(preset, checkpoint=str(local))
-    for size in preset.sizes:
-        preset.request(prompt="a test", height=size.height, width=size.width)
-    return preset
+    return dataclasses.replace(preset, checkpoint=str(local)) if os.path.isdir(local) else preset
 
 
 def preset_names() -> list[str]:
@@ -121,10 +197,16 @@ def load_preset(name: str, checkpoint: str | None = None) -> Preset:
     """A preset by name, or from a .toml file of the user's; `checkpoint` overrides where its weights are."""
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not name.endswith(".toml") and name not in preset_names():
-        raise RequestError(f"There is no preset {name!r}; there are {', '.join(preset_names())}, or give a .toml file.")
-    if not path.is_file():
-        raise RequestError(f"There is no preset file {path}.")
-    preset = parse_preset(path.read_text(encoding="utf-8"), path.stem, path.resolve().parent)
+        raise RequestError(
+            f"There is no preset {shown(name)}; there are {', '.join(preset_names())}, or give a .toml file."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The preset file {path} is not valid UTF-8. Save it as UTF-8.") from error
+    except (OSError, ValueError) as error:
+        raise RequestError(f"There is no preset file {path} that can be read ({error}).") from error
+    preset = parse_preset(text, path.stem, path.resolve().parent)
     return dataclasses.replace(preset, checkpoint=checkpoint) if checkpoint else preset
 
 

@@ -147,11 +147,72 @@ TOML = (Path(__file__).parents[2] / "presets" / "pan2.toml").read_text()
         ("height = 928", "height = 929", "929"),
         ("fps = 24", "fps = ", "TOML"),
         ("[limits]", "[limits]\nspeed = 1", "speed"),
+        ('checkpoint = "IFM/PAN2"', "checkpoint = 5", "preset broken: checkpoint = 5 must be text"),
+        ('checkpoint = "IFM/PAN2"', 'checkpoint = ""', "checkpoint is empty"),
+        ("fps = 24", 'fps = "24"', "fps = '24' must be a whole number"),
+        ("fps = 24", "fps = 23.976", r"fps = 23\.976 must be a whole number"),
+        ("fps = 24", "fps = nan", "fps = nan must be a whole number"),
+        ("fps = 24", "fps = true", "fps = True must be a whole number"),
+        ("fps = 24", "fps = 0", "fps = 0 must lie between 1 and 240"),
+        ("fps = 24", "fps = -24", "fps = -24 must lie between 1 and 240"),
+        ("fps = 24", "fps = 1_000_000_000_000", "fps = 1000000000000 must lie between 1 and 240"),
+        ("fps = 24", "fps = 1e12", r"fps = 1000000000000\.0 must be a whole number"),
+        ("fps = 24", 'fps = 24\ndenoise = "bf16"', "denoise = 'bf16' must be a table of precision"),
+        ("fps = 24", "fps = 24\ndecode = []", r"decode = \[\] must be a table"),
+        ("fps = 24", 'fps = 24\ndecode = {path = "fast"}', "preset broken: decode path = 'fast' is not known"),
+        ("fps = 24", f"fps = 24\ntitles = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+        ("fps = 24", f"fps = {'2' * 5000}", "not valid TOML"),
+        ("steps = 200", 'steps = "100"', r"\[limits\]: steps = '100' must be a whole number"),
+        ("steps = 200", "steps = 0", r"\[limits\]: steps = 0 must be at least 1"),
+        ("steps = 200", "steps = 200\nguidance = inf", r"\[limits\]: guidance = inf must be a number"),
+        ("steps = 200", "steps = 200\nmin_side = 0", r"\[limits\]: min_side = 0 must be at least 1"),
+        ("steps = 200", 'steps = 200\nmin_side = "a"', r"\[limits\]: min_side = 'a' must be a whole number"),
+        ("pixels = 983_040", "pixels = -1", r"pixels = -1 must be at least 4096 \(min_side \* min_side\)"),
+        ("volume = 422_602_752", "volume = nan", r"\[limits\]: volume = nan must be a whole number"),
+        ("shift = 9.0", "shift = [9]", r"\[defaults\]: shift = \[9\] must be a number"),
+        ("seed = 123", "seed = 123\nprompt = 5", r"\[defaults\]: prompt = 5 must be text"),
+        ("seed = 123", "seed = -1", r"\[defaults\]: seed = -1 must lie between"),
+        ("label = ", "label = 1 #", r"\[\[sizes\]\]: label = 1 must be text"),
     ],
 )
 def test_a_broken_preset_says_what_is_wrong(old, new, message):
-    with pytest.raises(RequestError, match=message):
+    assert old in TOML
+    with pytest.raises(RequestError, match=message) as error:
         parse_preset(TOML.replace(old, new, 1), "broken")
+    assert len(str(error.value)) < 500
+
+
+HEAD, TABLES = TOML.partition("[defaults]")[0], "[defaults]" + TOML.partition("[defaults]")[2].partition("[[sizes]]")[0]
+HEAD = HEAD.partition("examples")[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "tables", "message"),
+    [
+        ("sizes = 5", TABLES, "sizes = 5 must be a list of tables"),
+        ("sizes = [5]", TABLES, "must be a table, not 5"),
+        ("sizes = {}", TABLES, "sizes = {} must be a list of tables"),
+        ("examples = 5", TABLES, "examples = 5 must be a list of texts"),
+        ("examples = [5]", TABLES, "examples = 5 must be text"),
+        ('examples = "abc"', TABLES, "examples = 'abc' must be a list of texts"),
+        (f'examples = ["{"x" * 20_001}"]', TABLES, "examples: prompt has 20001 characters"),
+        ("", TABLES.replace("height = 704", "height = 700"), r"\[defaults\]: height = 700 must be a multiple of 32"),
+        ("", TABLES.replace("steps = 50", "steps = 201"), r"\[defaults\]: steps = 201 must lie between 1 and 200"),
+        ("defaults = 5", TABLES.partition("[limits]")[1] + TABLES.partition("[limits]")[2], "must be a table, not 5"),
+    ],
+)
+def test_a_preset_without_sizes_or_examples_is_checked_too(line, tables, message):
+    assert parse_preset(HEAD + TABLES, "whole").sizes == ()
+    with pytest.raises(RequestError, match=message):
+        parse_preset(f"{HEAD}{line}\n{tables}", "broken")
+
+
+def test_a_preset_file_that_is_no_text_or_not_there_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b'title = "\xff"')
+    (tmp_path / "folder.toml").mkdir()
+    for name, words in (("a", "UTF-8"), ("folder", "can be read"), ("absent", "can be read"), ("x" * 999, "can be")):
+        with pytest.raises(RequestError, match=words):
+            load_preset(str(tmp_path / f"{name}.toml"))
 
 
 def test_unknown_preset_lists_the_known_ones():
