@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ import gradio as gr
 import uvicorn
 
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, ResourceError
 from engine.jobs import Jobs, JobState
 from engine.preset import preset_from_environment, preset_names
 from engine.settings import DecodePath
@@ -108,10 +109,11 @@ class Page:
             fields["image"] = first_frame(label="The video starts with this picture", height=180, elem_id="picture")
         with gr.Accordion("Advanced", open=False):
             self._advanced(start)
+        # Above the buttons, where a refusal is seen by who has just clicked.
+        self.plan = gr.HTML(elem_id="plan", **PLAIN)
         with gr.Row(elem_id="go"):
             self.generate = gr.Button("Generate", variant="primary", scale=3)
             self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
-        self.plan = gr.HTML(elem_id="plan", **PLAIN)
 
     def _advanced(self, start: Form) -> None:
         fields, limits = self.fields, self.preset.limits
@@ -147,8 +149,9 @@ class Page:
     def _wire_form(self, form: set[gr.components.Component]) -> None:
         fields, latest = self.fields, {**QUIET, "trigger_mode": "always_last"}
         decides = [fields[name] for name in ("seconds", "size", "steps", "guidance", "shift", "seed")]
-        # The line about the model changes once it is loaded, and only then is the time known.
-        changes = [field.change for field in (*decides, self.model)]
+        # The line about the model changes once it is loaded, and only then is the time known; the player changes when a
+        # video is whole, and then it is known better.
+        changes = [field.change for field in (*decides, self.model, self.player)]
         gr.on([self.demo.load, *changes], self.tell_plan, form, self.plan, **latest)
         gr.on([self.demo.load, fields["prompt"].change], self.tell_hint, fields["prompt"], self.hint, **latest)
         fields["image"].upload(self.fit_size, [fields["image"], fields["size"]], fields["size"], **QUIET)
@@ -204,6 +207,7 @@ class Page:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
         try:
             request = self._read(values).request(self.preset)
+            self.engine.decoder(request.decode)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
         job = self.jobs.submit(request)
@@ -307,8 +311,25 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
     parser.add_argument("--outputs", type=Path, default=Path(environment("ENGINE_OUTPUTS", "outputs")))
     parser.add_argument("--host", default=environment("GRADIO_SERVER_NAME", "127.0.0.1"))
-    parser.add_argument("--port", type=int, default=int(environment("GRADIO_SERVER_PORT", "7860")))
+    parser.add_argument("--port", type=_port, default=environment("GRADIO_SERVER_PORT", "7860"))
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535 (GRADIO_SERVER_PORT)")
+    return int(text)
+
+
+def _outputs(folder: Path) -> Path:
+    """The folder for jobs, made if need be. Raises ResourceError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ResourceError(f"--outputs {folder} can't be written ({reason}). Choose another folder.") from error
+    return folder
 
 
 def main() -> None:
@@ -319,11 +340,10 @@ def main() -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         preset = preset_from_environment(arguments.preset, arguments.checkpoint)
+        engine = Engine(preset, arguments.device)
+        jobs = Jobs(engine, _outputs(arguments.outputs))
     except EngineError as error:
         raise SystemExit(str(error)) from error
-    engine = Engine(preset, arguments.device)
-    arguments.outputs.mkdir(parents=True, exist_ok=True)
-    jobs = Jobs(engine, arguments.outputs)
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.
     config = uvicorn.Config(
         server(engine, jobs),

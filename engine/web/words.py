@@ -55,10 +55,12 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def beginning(text: str, length: int = 46) -> str:
-    """The first sentence of a prompt, or as many of its words as fit."""
-    first = re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0].rstrip(".")
-    return first if len(first) <= length else first[: length + 1].rsplit(" ", 1)[0].rstrip(",;:") + " …"
+def beginning(text: str, length: int = 27) -> str:
+    """What a prompt is about in a few words: its start up to the place, without the article; several fit on a line."""
+    first = re.split(r"[.!?,]| on an? ", text.strip(), maxsplit=1)[0]
+    first = re.sub(r"^(an?|the) ", "", first, flags=re.IGNORECASE)
+    first = first if len(first) <= length else first[: length + 1].rsplit(" ", 1)[0] + " …"
+    return first[:1].upper() + first[1:]
 
 
 def file_name(request: Request) -> str:
