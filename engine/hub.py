@@ -10,7 +10,7 @@ import io
 import os
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from engine.errors import CheckpointError, EngineError, ResourceError
@@ -50,7 +50,7 @@ def resolve(checkpoint: str, progress: Progress | None = None) -> Path:
 
 def _check_folder(folder: Path) -> Path:
     _check_parts(folder)
-    listed = [path for path in _listed(folder) if path.is_file()]
+    listed = [path for path in _listed(folder) if os.path.isfile(path)]
     if sum(path.stat().st_size for path in listed) <= SMALL:
         verify(folder)
     return folder
@@ -213,7 +213,8 @@ def verify(folder: Path | str, progress: Progress | None = None) -> int:
     "verify". Raises CheckpointError that names the files that are missing or damaged.
     """
     known = _listed(Path(folder)) | _cached(Path(folder))
-    absent = [str(path) for path in known if not path.is_file()]
+    # Path.is_file raises for a name that is too long for the disk.
+    absent = [str(path) for path in known if not os.path.isfile(path)]
     if absent:
         raise CheckpointError(f"{len(absent)} files of {folder} are missing: {some(absent)}. Download them again.")
     if damaged := _differing(known, progress):
@@ -253,10 +254,21 @@ def _listed(folder: Path) -> dict[Path, str]:
     listing = folder / CHECKSUMS
     if not listing.is_file():
         return {}
-    lines = [line.split(maxsplit=1) for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = listing.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{listing} can't be read as text ({error}). Download it again.") from error
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
     if not all(len(line) == 2 and re.fullmatch("[0-9a-f]{64}", line[0]) for line in lines):
         raise CheckpointError(f"{listing} must hold lines of a SHA-256 and a file name, as sha256sum writes them.")
-    return {folder / name.strip().removeprefix("*"): digest for digest, name in lines}
+    digests = {name.strip().removeprefix("*"): digest for digest, name in lines}
+    # By the name alone: in the Hub's cache the files themselves are links that lead out of the folder.
+    if outside := [name for name in digests if PurePath(name).is_absolute() or ".." in PurePath(name).parts]:
+        raise CheckpointError(
+            f"{listing} names files outside of its folder: {some(outside)}. Remove these lines; only the checkpoint's "
+            "own files are read."
+        )
+    return {folder / name: digest for name, digest in digests.items()}
 
 
 def _cached(folder: Path) -> dict[Path, str]:

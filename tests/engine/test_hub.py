@@ -89,6 +89,22 @@ def test_checksums_are_those_of_sha256sum(copy):
     assert "as sha256sum writes them" in refused(str(copy))
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../etc/passwd", "vae/../../other", "*../other"])
+def test_checksums_of_files_outside_of_the_folder_are_refused(copy, name):
+    listing = hub.write_checksums(copy)
+    with listing.open("a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    assert f"names files outside of its folder: {name.removeprefix('*')}" in refused(str(copy))
+
+
+def test_checksums_that_are_no_text_or_name_no_possible_file_are_refused(copy):
+    listing = copy / hub.CHECKSUMS
+    listing.write_bytes(b"\xff\xfe" * 40)
+    assert f"{listing} can't be read as text" in refused(str(copy))
+    listing.write_text(f"{'0' * 64}  {'x' * 5000}\n")
+    assert "are missing" in refused(str(copy))
+
+
 def test_large_folders_are_only_hashed_when_asked(copy, monkeypatch):
     hub.write_checksums(copy)
     monkeypatch.setattr(hub, "SMALL", 1000)
