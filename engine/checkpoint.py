@@ -30,7 +30,7 @@ from engine.parts import (
     text_entries,
     transformer_plan,
 )
-from engine.prompt import TextEncoder, trim
+from engine.prompt import TextEncoder, check_template, trim
 from engine.weights import Entry, Plan, Progress, check_tensors, fill, list_tensors, placement, refuse_meta
 
 if TYPE_CHECKING:  # diffusers and transformers take seconds to import, which `describe` and --help need not wait for
@@ -109,7 +109,12 @@ def load_scheduler(folder: Path | str) -> FlowMatchEulerDiscreteScheduler:
     """The scheduler of a checkpoint folder, as configured there. Raises CheckpointError if it is another one."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return FlowMatchEulerDiscreteScheduler.from_config(read_config(Path(folder), "scheduler"))
+    values = read_config(Path(folder), "scheduler")
+    try:
+        return FlowMatchEulerDiscreteScheduler.from_config(values)
+    except Exception as error:  # settings that it does not need for PAN2 and looks at all the same
+        where = Path(folder) / "scheduler" / "scheduler_config.json"
+        raise CheckpointError(f"{where} describes an impossible scheduler: {error}. Download it again.") from error
 
 
 def _build(where: Path, make: Callable[[], nn.Module]) -> nn.Module:
@@ -165,6 +170,10 @@ def _load_tokenizer(where: Path, vocabulary: int) -> PreTrainedTokenizerBase:
             f"{where} has {len(tokenizer)} tokens and the text encoder's vocabulary {vocabulary}. "
             "Use tokenizer and text_encoder of one checkpoint."
         )
+    try:
+        check_template(tokenizer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
     return tokenizer
 
 

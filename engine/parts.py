@@ -17,6 +17,7 @@ from engine.errors import CheckpointError
 from engine.memory import advice, require_memory
 from engine.mmdit import MMDiTConfig
 from engine.prompt import dead_prefixes
+from engine.schedule import check_config
 from engine.weights import Entry, Placement, Plan, list_tensors, placement, read_json, some
 
 CLASSES = {
@@ -133,6 +134,8 @@ def read_config(folder: Path, part: str) -> dict[str, Any]:
         _check_transformer(path, values)
     if part == "vae":
         _check_vae(path, values)
+    if part == "scheduler":
+        _check_scheduler(path, values)
     return values
 
 
@@ -141,6 +144,13 @@ def _check_transformer(path: Path, values: dict[str, Any]) -> None:
         MMDiTConfig.read(values)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}.") from error
+
+
+def _check_scheduler(path: Path, values: dict[str, Any]) -> None:
+    try:
+        check_config(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _check_vae(path: Path, values: dict[str, Any]) -> None:
@@ -156,14 +166,32 @@ def _check_vae(path: Path, values: dict[str, Any]) -> None:
         "the factor of its layers in time": (multiplied[1], shapes.TEMPORAL_FACTOR),
         "in_channels": (values.get("in_channels"), 3 * shapes.PATCH**2),
         "out_channels": (values.get("out_channels"), 3 * shapes.PATCH**2),
-        "the length of latents_mean": (len(values.get("latents_mean") or ()), shapes.LATENT_CHANNELS),
-        "the length of latents_std": (len(values.get("latents_std") or ()), shapes.LATENT_CHANNELS),
+        "the length of latents_mean": (_length(values.get("latents_mean")), shapes.LATENT_CHANNELS),
+        "the length of latents_std": (_length(values.get("latents_std")), shapes.LATENT_CHANNELS),
     }
     wrong = [f"{name} is {found} and must be {right}" for name, (found, right) in needed.items() if found != right]
-    if not wrong and not all(isinstance(std, int | float) and std > 0 for std in values["latents_std"]):
-        wrong.append("latents_std must be positive throughout")
+    wrong = wrong or _wrong_stats(values["latents_mean"], values["latents_std"])
     if wrong:
         raise CheckpointError(f"{path} does not describe Wan 2.2's video autoencoder: {'; '.join(wrong)}.")
+
+
+def _length(values: Any) -> int | None:
+    return len(values) if isinstance(values, list) else None
+
+
+def _wrong_stats(mean: list[Any], std: list[Any]) -> list[str]:
+    """What is wrong with the statistics of the latents, which are calculated with in float32."""
+    limits = torch.finfo(torch.float32)
+    wrong = []
+    if not all(_is_number(value) and abs(value) <= limits.max for value in mean):
+        wrong.append("latents_mean must be finite numbers throughout")
+    if not all(_is_number(value) and limits.tiny <= value <= limits.max for value in std):
+        wrong.append("latents_std must be positive, finite numbers throughout")
+    return wrong
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _product(multipliers: Any, in_time: Any, patch: Any) -> tuple[int | None, int | None]:

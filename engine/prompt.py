@@ -19,6 +19,8 @@ SYSTEM_MESSAGE = "You are a helpful assistant. Generate the video with the follo
 USER_HEADER = "<|im_start|>user\n"
 MAX_TOKENS = 1536
 DEAD_LAYERS = 2
+PROBES = ("a red ball rolls", "a red ball stops")
+_OTHER = "Use the tokenizer folder that belongs to the checkpoint."
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,15 @@ def crop(ids: Sequence[int], header: Sequence[int], limit: int = MAX_TOKENS) -> 
             return PromptTokens(ids[: start + limit], start, max(0, len(ids) - start - limit))
     raise CheckpointError(
         f"The tokens of {USER_HEADER!r} do not occur in what the tokenizer's chat template makes of a prompt, so it is "
-        "unknown where the prompt starts. Use the tokenizer folder that belongs to the checkpoint."
+        f"unknown where the prompt starts. {_OTHER}"
     )
 
 
 def tokenize(tokenizer: Any, prompt: str | None) -> PromptTokens:
     """A prompt in the checkpoint's chat template, with generation prompt, cropped and cut. Empty or None: one space.
 
-    Raises RequestError for text that is not valid Unicode and CheckpointError if the template lacks the user header.
+    Raises RequestError for text that is not valid Unicode and CheckpointError if the template fails or lacks the user
+    header.
     """
     prompt = prompt or " "
     try:
@@ -87,9 +90,34 @@ def tokenize(tokenizer: Any, prompt: str | None) -> PromptTokens:
         raise RequestError(
             f"The prompt holds half a character (a lone surrogate) at position {error.start}. Type it again."
         ) from error
-    messages = [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = _apply_template(tokenizer, prompt, tokenize=True, return_dict=False)
     return crop(ids, tokenizer.encode(USER_HEADER, add_special_tokens=False))
+
+
+def _apply_template(tokenizer: Any, prompt: str, **options: Any) -> Any:
+    messages = [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program, and fails like one
+        raise CheckpointError(
+            f"The tokenizer's chat template fails on a prompt ({type(error).__name__}: {error}). {_OTHER}"
+        ) from error
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raises CheckpointError unless the tokenizer's chat template works and shows the model what the prompt says.
+
+    Compares text, because a small vocabulary may have the same tokens for different words.
+    """
+    tokenize(tokenizer, PROBES[0])
+    texts = {_apply_template(tokenizer, prompt, tokenize=False) for prompt in PROBES}
+    if len(texts) < len(PROBES):
+        raise CheckpointError(
+            f"The tokenizer's chat template makes the same text of {' and '.join(map(repr, PROBES))}, so it leaves the "
+            f"prompt out. {_OTHER}"
+        )
 
 
 def count_tokens(tokenizer: Any, prompt: str | None) -> int:

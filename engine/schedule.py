@@ -6,16 +6,21 @@ from end points that are shifted already and shifts them once more: 50 steps at 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from engine.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:  # takes seconds to import, which those who only check a configuration need not wait for
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
 TRAIN_TIMESTEPS = 1000
 MAX_STEPS = 1000
 MIN_SHIFT, MAX_SHIFT = 0.01, 1000.0
+
+SHIFT_TYPES = ("exponential", "linear")  # unused without dynamic shifting, but diffusers insists
 
 # Each of these would bend the schedule or add noise to the step, and PAN2 was trained for neither.
 _PLAIN_OPTIONS = {
@@ -39,7 +44,9 @@ def build_scheduler(
     float32, falling from 1 to 0, and `.timesteps` [steps] = 1000 * sigmas. Raises RequestError for steps or shift out
     of range and CheckpointError for a scheduler configuration that PAN2 does not have.
     """
-    _check_options(scheduler.config)
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    check_config(scheduler.config)
     steps = _check_steps(steps)
     shift = _check_shift(scheduler.config.shift if shift is None else shift)
     fresh = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, shift=shift)
@@ -52,17 +59,27 @@ def sigmas(scheduler: FlowMatchEulerDiscreteScheduler, steps: int, shift: float 
     return build_scheduler(scheduler, steps, shift).sigmas.tolist()
 
 
-def _check_options(config: Any) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a scheduler configuration that PAN2 does not have. Needs no scheduler: of such values
+    diffusers could often not make one."""
     found = {name: config.get(name, plain) for name, plain in _PLAIN_OPTIONS.items()}
-    # None, 0 and False all mean "off" to the scheduler.
-    wrong = [
-        f"{name} = {found[name]!r}" for name, plain in _PLAIN_OPTIONS.items() if (found[name] or 0) != (plain or 0)
-    ]
+    wrong = [f"{name} = {found[name]!r}" for name, plain in _PLAIN_OPTIONS.items() if not _same(found[name], plain)]
+    if (kind := config.get("time_shift_type", SHIFT_TYPES[0])) not in SHIFT_TYPES:
+        wrong.append(f"time_shift_type = {kind!r}")
     if wrong:
         raise CheckpointError(
             f"The checkpoint's scheduler sets {', '.join(wrong)}, which PAN2's schedule does not have. "
             "Use the scheduler folder that belongs to the checkpoint."
         )
+    try:
+        _check_shift(config.get("shift", 1.0))
+    except RequestError as error:
+        raise CheckpointError(f"The checkpoint's scheduler: {error}") from error
+
+
+def _same(found: Any, plain: Any) -> bool:
+    """None, 0 and False all mean "off" to the scheduler; a number of steps must be a whole one, 1000.0 fails in it."""
+    return not found if not plain else type(found) is type(plain) and found == plain
 
 
 def _check_steps(steps: int) -> int:

@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {_again(path)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as JSON: {error}. {AGAIN}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not a {type(values).__name__}. {AGAIN}")
@@ -108,7 +108,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         entries = {key: _entry(path, key, value, 8 + length) for key, value in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"its header can't be read ({error})") from error
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
@@ -121,8 +121,11 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entry(path: Path, key: str, value: Mapping[str, Any], base: int) -> Entry:
-    start, end = value["data_offsets"]
-    entry = Entry(path, key, value["dtype"], tuple(value["shape"]), base + start, end - start)
+    (start, end), shape, dtype = value["data_offsets"], tuple(value["shape"]), value["dtype"]
+    # Python would calculate with 8.0 or True too, and fail only where bytes are counted.
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or not isinstance(dtype, str):
+        raise ValueError(f"{key} has shape {list(shape)}, offsets {[start, end]} and dtype {dtype!r}")
+    entry = Entry(path, key, dtype, shape, base + start, end - start)
     if entry.dtype in FLOATS and entry.numel * FLOATS[entry.dtype].itemsize != entry.nbytes:
         raise ValueError(f"{key} of shape {list(entry.shape)} in {entry.dtype} can't have {entry.nbytes} bytes")
     return entry

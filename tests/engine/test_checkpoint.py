@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -361,6 +362,37 @@ def test_offsets_that_overlap_are_refused(copy):
     assert f"{path} is damaged" in refused(copy, "vae")
 
 
+def write_header(path: Path, header: str) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [0.0, 8.0]},
+        {"data_offsets": [False, 8]},
+        {"data_offsets": [0, "8"]},
+        {"data_offsets": [0]},
+        {"data_offsets": [-8, 0]},
+        {"shape": [2.0]},
+        {"shape": [-1, -2]},
+        {"shape": 2},
+        {"dtype": 5},
+        {"dtype": ["F32"]},
+    ],
+)
+def test_an_impossible_entry_of_a_header_is_refused(copy, entry):
+    path = shards(copy)[0]
+    write_header(path, json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | entry}))
+    assert f"{path} is damaged: its header can't be read" in refused(copy)
+
+
+def test_a_deeply_nested_header_is_refused(copy):
+    path = shards(copy)[0]
+    write_header(path, "[" * 200_000)
+    assert f"{path} is damaged: its header can't be read" in refused(copy)
+
+
 def test_a_git_lfs_pointer_is_recognised(copy):
     shards(copy)[0].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
     assert "git lfs pull" in refused(copy)
@@ -410,6 +442,13 @@ def test_a_tensor_that_never_came_is_named(toy_checkpoint, monkeypatch):
 # Wrong configurations
 
 
+UNREADABLE = [
+    ('{"a": ', "can't be read as JSON"),
+    ("[]", "must hold a JSON object"),
+    ("[" * 200_000, "can't be read as JSON"),
+]
+
+
 @pytest.mark.parametrize("part", LOADERS)
 def test_a_missing_configuration_is_named(copy, part):
     (copy / part / "config.json").unlink()
@@ -417,7 +456,7 @@ def test_a_missing_configuration_is_named(copy, part):
 
 
 @pytest.mark.parametrize("part", LOADERS)
-@pytest.mark.parametrize(("text", "words"), [('{"a": ', "can't be read as JSON"), ("[]", "must hold a JSON object")])
+@pytest.mark.parametrize(("text", "words"), UNREADABLE, ids=["cut", "list", "nested"])
 def test_an_unreadable_configuration_is_named(copy, part, text, words):
     (copy / part / "config.json").write_text(text)
     message = refused(copy, part)
@@ -439,6 +478,27 @@ def test_another_scheduler_or_text_encoder_is_refused(copy):
     assert "'umt5' and must be 'qwen3_5_text'" in refused(copy, "text_encoder")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"shift": "abc"}, {"num_train_timesteps": 10**11}, {"time_shift_type": "x"}, {"use_karras_sigmas": True}],
+    ids=str,
+)
+def test_an_impossible_scheduler_is_refused_by_file_and_setting(copy, values):
+    path = copy / "scheduler" / "scheduler_config.json"
+    edit(path, **values)
+    for use in (checkpoint.load_scheduler, checkpoint.describe):
+        with pytest.raises(CheckpointError, match=next(iter(values))) as caught:
+            use(copy)
+        assert str(path) in str(caught.value)
+
+
+def test_a_scheduler_that_diffusers_cannot_make_is_refused(copy, monkeypatch):
+    edit(copy / "scheduler" / "scheduler_config.json", time_shift_type="x")
+    monkeypatch.setattr(parts, "check_config", lambda _: None)
+    with pytest.raises(CheckpointError, match="describes an impossible scheduler"):
+        checkpoint.load_scheduler(copy)
+
+
 def test_an_unknown_or_impossible_setting_of_the_transformer_is_named(copy):
     edit(copy / "transformer" / "config.json", depth=3)
     assert "unknown transformer setting depth" in refused(copy)
@@ -457,7 +517,16 @@ def test_an_unknown_or_impossible_setting_of_the_transformer_is_named(copy):
         ("temperal_downsample", [True, True, True], "the factor of its layers in time is 8 and must be 4"),
         ("out_channels", 3, "out_channels is 3 and must be 12"),
         ("latents_mean", [0.0] * 16, "latents_mean is 16 and must be 48"),
+        ("latents_mean", 5, "latents_mean is None and must be 48"),
+        ("latents_mean", "a" * 48, "latents_mean is None and must be 48"),
+        ("latents_mean", ["a"] * 48, "latents_mean must be finite numbers"),
+        ("latents_mean", [math.nan] * 48, "latents_mean must be finite numbers"),
+        ("latents_mean", [10**400] * 48, "latents_mean must be finite numbers"),
         ("latents_std", [0.0] * 48, "latents_std must be positive"),
+        ("latents_std", [1.0] * 47 + [-1.0], "latents_std must be positive"),
+        ("latents_std", [math.inf] * 48, "latents_std must be positive, finite"),
+        ("latents_std", [1e300] * 48, "latents_std must be positive, finite"),
+        ("latents_std", [True] * 48, "latents_std must be positive, finite"),
     ],
 )
 def test_a_vae_with_other_factors_is_refused_with_the_numbers(copy, name, value, words):
@@ -491,6 +560,20 @@ def test_a_tokenizer_that_is_missing_damaged_or_another_is_refused(copy):
     assert "can't be read as a tokenizer" in refused(copy, "text_encoder")
     shutil.rmtree(folder)
     assert f"{folder} is missing" in refused(copy, "text_encoder")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", "fails on a prompt"),
+        ("{{ raise_exception('no') }}", "fails on a prompt"),
+        ("<|im_start|>user\na red ball<|im_end|>\n", "leaves the prompt out"),
+    ],
+)
+def test_a_chat_template_that_does_not_work_is_refused_with_its_folder(copy, template, words):
+    (copy / "tokenizer" / "chat_template.jinja").write_text(template)
+    message = refused(copy, "text_encoder")
+    assert words in message and str(copy / "tokenizer") in message
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(copy):

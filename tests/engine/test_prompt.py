@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3_5TextModel
 
 from engine.errors import CheckpointError, EngineError, RequestError
-from engine.prompt import MAX_TOKENS, TextEncoder, count_tokens, crop, dead_prefixes, tokenize, trim
+from engine.prompt import MAX_TOKENS, TextEncoder, check_template, count_tokens, crop, dead_prefixes, tokenize, trim
 
 CROPS = json.loads((Path(__file__).parents[1] / "data" / "prompt_crop.json").read_text())
 SYSTEM = "You are a helpful assistant. Generate the video with the following instructions."
@@ -154,6 +154,35 @@ def test_a_template_without_the_header_is_refused():
     other = chat_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(CheckpointError, match="tokenizer folder that belongs to the checkpoint"):
         tokenize(other, "a red ball")
+
+
+BROKEN_TEMPLATES = {
+    "syntax": "{% for m in messages %}",
+    "raises": "{{ raise_exception('only text') }}",
+    "escapes": "{{ messages.__class__.__mro__ }}",
+    "recurses": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES)
+def test_a_template_that_fails_is_refused_in_words(template):
+    for use in (check_template, lambda broken: tokenize(broken, "a red ball")):
+        with pytest.raises(CheckpointError, match="chat template fails on a prompt"):
+            use(chat_tokenizer(template))
+
+
+def test_a_template_that_leaves_the_prompt_out_is_refused():
+    with pytest.raises(CheckpointError, match="leaves the prompt out"):
+        check_template(chat_tokenizer(CHATML.replace("m.content", "'a red ball'")))
+    # In this vocabulary both probes have the same tokens; their texts differ all the same.
+    few_words = chat_tokenizer()
+    assert tokenize(few_words, "a red stops").ids == tokenize(few_words, "a red runs").ids
+    check_template(few_words)
+
+
+def test_a_template_without_the_header_is_refused_when_it_is_checked():
+    with pytest.raises(CheckpointError, match="do not occur"):
+        check_template(chat_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}"))
 
 
 def test_half_a_character_is_refused(tokenizer):

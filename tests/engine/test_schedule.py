@@ -7,7 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from engine.errors import CheckpointError, RequestError
-from engine.schedule import build_scheduler, sigmas
+from engine.schedule import build_scheduler, check_config, sigmas
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "schedules.json").read_text())
 
@@ -81,3 +81,28 @@ def test_bad_shifts_are_refused(released, shift):
 def test_a_scheduler_that_would_bend_the_schedule_is_refused(option):
     with pytest.raises(CheckpointError, match=next(iter(option))):
         sigmas(FlowMatchEulerDiscreteScheduler(shift=9.0, **option), 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"shift": "abc"}, "shift = 'abc'"),
+        ({"shift": None}, "shift = None"),
+        ({"shift": float("nan")}, "shift = nan"),
+        ({"num_train_timesteps": 0}, "num_train_timesteps = 0"),
+        ({"num_train_timesteps": -5}, "num_train_timesteps = -5"),
+        ({"num_train_timesteps": 10**11}, "num_train_timesteps = 100000000000"),
+        ({"num_train_timesteps": 1000.0}, "num_train_timesteps = 1000.0"),
+        ({"time_shift_type": "cubic"}, "time_shift_type = 'cubic'"),
+        ({"time_shift_type": ["linear"]}, "time_shift_type = "),
+        ({"use_karras_sigmas": True, "use_beta_sigmas": True}, "use_karras_sigmas = True, use_beta_sigmas = True"),
+    ],
+)
+def test_a_configuration_is_checked_before_there_is_a_scheduler(values, words):
+    with pytest.raises(CheckpointError, match=words):
+        check_config({"shift": 9.0} | values)
+
+
+def test_settings_that_are_off_in_other_words_are_fine():
+    check_config({"shift": 9, "num_train_timesteps": 1000, "shift_terminal": 0, "use_karras_sigmas": None})
+    check_config({"time_shift_type": "linear"})
