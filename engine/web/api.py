@@ -11,7 +11,7 @@ from engine.errors import EngineError
 from engine.jobs import Jobs, JobState
 from engine.preset import Preset
 from engine.web import words
-from engine.web.files import describe, first_frame, job_file, uploaded
+from engine.web.files import describe, first_frame, job_file, refuse_in_words, sent_file
 from engine.web.form import build_request
 
 # More calls than this wait in Gradio's queue, where they hold no thread.
@@ -45,7 +45,7 @@ def add_api(preset: Preset, jobs: Jobs) -> None:
         values = {
             "prompt": prompt,
             "negative_prompt": negative_prompt,
-            "image": uploaded(image.get("path")) if image else None,
+            "image": sent_file(image),
             "seconds": seconds,
             "height": height,
             "width": width,
@@ -57,6 +57,7 @@ def add_api(preset: Preset, jobs: Jobs) -> None:
         }
         yield from run(preset, jobs, values)
 
+    refuse_in_words()
     button = gr.Button(visible=False)
     button.click(
         generate,

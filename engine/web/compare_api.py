@@ -13,9 +13,8 @@ from engine.errors import EngineError
 from engine.jobs import CompareState, Jobs
 from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
 from engine.web.compare_form import CompareForm, start_form
-from engine.web.files import describe, job_file, uploaded
+from engine.web.files import REFUSED, describe, job_file, uploaded
 
-REFUSED = "Upload the file itself: this server takes no addresses and no files of its own."
 Answer = tuple[dict[str, Any], Any, Any]
 
 

@@ -11,9 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.blocks import BlockFunction
+from gradio.context import Context
+from gradio.exceptions import ComponentProcessingError
 from gradio.utils import get_upload_folder
 
-REFUSED = "Upload the picture itself: this server takes no addresses and no files of its own."
+REFUSED = "Upload the file itself: this server takes no addresses and no files of its own."
+
+
+def refused(words: str = REFUSED) -> gr.Error:
+    """What a caller is told, without a traceback in the log."""
+    return gr.Error(words, print_exception=False)
+
+
+def refuse_in_words() -> None:
+    """Give callers of the current gr.Blocks a sentence where Gradio itself refuses what they sent: it would log a
+    traceback and answer nothing, for a file that was not uploaded, and for text in a field of numbers."""
+    demo = Context.root_block
+    preprocess = demo.preprocess_data
+
+    async def preprocess_data(block_fn: BlockFunction, inputs: list[Any], *rest: Any, **options: Any) -> list[Any]:
+        if len(inputs) < len(block_fn.inputs):
+            raise refused(
+                f"The call has {len(inputs)} values and needs {len(block_fn.inputs)}; null means the default."
+            )
+        try:
+            return await preprocess(block_fn, inputs, *rest, **options)
+        except ComponentProcessingError as error:
+            raise refused("A field holds a value that it does not take. Fill it in again.") from error
+        except (ValueError, OSError) as error:
+            # Paths outside of the uploads, and what is no path: lists, zero bytes, names that are too long.
+            raise refused() from error
+
+    demo.preprocess_data = preprocess_data
 
 
 def first_frame(**options: Any) -> gr.Image:
@@ -26,7 +56,7 @@ def first_frame(**options: Any) -> gr.Image:
 
     async def move_upload(source: str | Path | None) -> str | None:
         if "://" in str(source):
-            raise gr.Error(REFUSED, print_exception=False)
+            raise refused()
         return await move(source)
 
     picture.async_move_resource_to_block_cache = move_upload
@@ -38,10 +68,24 @@ def uploaded(source: Any) -> str | None:
     """The path of an upload. Raises gr.Error for any other file: Gradio checks only what a caller marks as a file."""
     if not source:
         return None
-    path = Path(str(source)).resolve()
+    try:
+        path = Path(str(source)).resolve()
+    except (ValueError, OSError) as error:
+        raise refused() from error
     if not path.is_relative_to(Path(get_upload_folder()).resolve()):
-        raise gr.Error(REFUSED, print_exception=False)
+        raise refused()
     return str(path)
+
+
+def sent_file(value: Any) -> str | None:
+    """The path of an upload as an API call names it, {"path": ...}; None where none is given. Raises gr.Error for
+    everything else, so that nothing that was meant is left out in silence."""
+    if value is None:
+        return None
+    path = value.get("path") if isinstance(value, dict) else None
+    if not isinstance(path, str) or not path:
+        raise refused()
+    return uploaded(path)
 
 
 def job_file(**options: Any) -> gr.File:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.condition import open_image
-from engine.errors import RequestError
+from engine.condition import check_picture, open_image
+from engine.errors import RequestError, shown
 from engine.preset import Preset
 from engine.request import Request
+from engine.settings import DecodeSettings
 from engine.shapes import frames_of_seconds
 from engine.web.words import pixels
 
@@ -39,6 +40,10 @@ class Form:
     def request(self, preset: Preset) -> Request:
         """The request that the form asks for. Raises RequestError in the engine's words."""
         height, width = parse_size(self.size)
+        for name in ("seconds", "steps", "guidance", "shift"):
+            # The API takes the preset's value for None; on the page the visitor emptied the field.
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} is empty. Give a number.")
         return build_request(
             preset,
             prompt=self.prompt,
@@ -86,31 +91,38 @@ def build_request(
     """
     if not str(prompt or "").strip() and not image:
         raise RequestError("The prompt is empty. Say what should happen, or give a first frame.")
-    decode = dataclasses.replace(preset.decode, path=decoder) if decoder else None
     request = preset.request(
         prompt=prompt,
-        image=Path(image) if image else None,
+        image=Path(image) if image and isinstance(image, str) else image or None,
         frames=_frames(seconds, preset.fps),
-        decode=decode,
+        decode=_decode(preset, decoder),
         **values,
     )
     if request.image:
-        _check_picture(request.image)
+        _check_picture(request)
     return request
+
+
+def _decode(preset: Preset, decoder: str | None) -> DecodeSettings | None:
+    """The preset's settings; for another decoder than its own with the precision that suits that one."""
+    if decoder is None or decoder == preset.decode.path:
+        return None
+    return DecodeSettings(decoder)  # type: ignore[arg-type]
 
 
 def _frames(seconds: float | None, fps: int) -> int | None:
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
-        raise RequestError(f"seconds = {seconds!r} must be a number of seconds, 0 for a single frame.")
+        raise RequestError(f"seconds = {shown(seconds)} must be a number of seconds, 0 for a single frame.")
     return frames_of_seconds(seconds, fps)
 
 
-def _check_picture(path: Path) -> None:
+def _check_picture(request: Request) -> None:
     """Say at once that a picture can't be used; by its name, since its path is the server's affair."""
+    path = Path(request.image)
     try:
-        open_image(path)
+        check_picture(open_image(path), request.height, request.width)
     except RequestError as error:
         raise RequestError(str(error).replace(str(path), path.name)) from error
 
@@ -120,7 +132,7 @@ def parse_size(text: str) -> tuple[int, int]:
     try:
         height, width = (int(part) for part in str(text).split("x"))
     except ValueError as error:
-        raise RequestError(f"size = {text!r} must be height x width in pixels, such as 704x1248.") from error
+        raise RequestError(f"size = {shown(text)} must be height x width in pixels, such as 704x1248.") from error
     return height, width
 
 
@@ -135,13 +147,14 @@ def size_menu(preset: Preset) -> list[tuple[str, str]]:
 
 
 def fitting_size(preset: Preset, image: str | None) -> str | None:
-    """The first size of the menu that has about a picture's shape; None for a picture that can't be read (that is said
-    later). Sizes of nearly the same shape differ in cost, and the menu begins with the cheap ones."""
+    """The first size of the menu that has about a picture's shape; None for an empty menu and for a picture that can't
+    be read (that is said later). Sizes of nearly the same shape differ in cost, and the menu begins with the cheap
+    ones."""
     try:
         picture = open_image(image) if image else None
     except RequestError:
         picture = None
-    if picture is None:
+    if picture is None or not preset.sizes:
         return None
     shape = math.log(picture.width / picture.height)
     far = [abs(math.log(size.width / size.height) - shape) for size in preset.sizes]

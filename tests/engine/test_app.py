@@ -1,7 +1,9 @@
 """The page over an engine double: what is refused, what is shown, what survives, what the server gives away."""
 
 import ast
+import asyncio
 import dataclasses
+import json
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import gradio as gr
 import httpx
 import pytest
 from gradio_client import Client, handle_file
@@ -20,10 +23,11 @@ from PIL import Image
 import app
 from engine.jobs import Jobs
 from engine.preset import load_preset
+from engine.settings import DecodeSettings
 from engine.telemetry import DeviceMemory, Memory
 from engine.video import probe
 from engine.web import render, words
-from engine.web.form import Form, unknown_words
+from engine.web.form import Form, build_request, fitting_size, unknown_words
 from tests.double import Double, Pace, serve
 
 ROOT = Path(app.__file__).parent
@@ -103,6 +107,14 @@ REFUSED = [
     ({"seed": -5}, "seed = -5"),
     ({"decoder": "magic"}, "'magic' is not known"),
     ({"image": "/nowhere.png"}, "is not a file"),
+    ({"image": 5}, "image = 5 must be the path"),
+    ({"prompt": "a\ud800"}, "prompt is not valid text: its character 2"),
+    ({"seconds": "abc"}, "seconds = 'abc'"),
+    ({"seconds": None}, "seconds is empty"),
+    ({"steps": None}, "steps is empty"),
+    ({"seed": "x"}, "seed = 'x'"),
+    ({"shift": 10**400}, "shift = 1000"),
+    ({"size": "1" * 5000}, "size = '1111"),
 ]
 
 
@@ -119,6 +131,27 @@ def test_a_broken_picture_is_refused_by_its_name(page, jobs, tmp_path):
     said = page.start(values(page, image=str(tmp_path / "note.png")))[page.plan]
     assert "note.png" in said
     assert str(tmp_path) not in said
+
+
+def test_a_picture_too_narrow_for_the_size_is_refused_before_it_waits(page, jobs, tmp_path):
+    Image.new("RGB", (1, 10_000)).save(tmp_path / "line.png")
+    changed = page.start(values(page, image=str(tmp_path / "line.png")))
+    assert "1 x 10000, too narrow for a video of 448 x 256" in changed[page.plan]
+    assert jobs.recent() == []
+
+
+def test_another_decoder_than_the_presets_takes_the_precision_that_suits_it():
+    preset = dataclasses.replace(PRESET, decode=DecodeSettings("plain", "bf16"))
+    form = Form.of(preset)
+    assert form.request(preset).decode == preset.decode
+    other = dataclasses.replace(form, decoder="reference").request(preset)
+    assert other.decode == DecodeSettings("reference", "auto")
+    assert build_request(preset, "a", None, None, None).decode == preset.decode
+
+
+def test_a_preset_without_a_menu_of_sizes_takes_a_picture(tmp_path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    assert fitting_size(dataclasses.replace(PRESET, sizes=()), str(tmp_path / "a.png")) is None
 
 
 def test_a_click_submits_what_the_form_says(page, jobs, tmp_path):
@@ -472,12 +505,36 @@ def test_a_bad_call_gets_the_engines_words(served, client, call, words):
     assert len(served.jobs.recent()) == before
 
 
-def raw_call(served, image):
+def raw_call(served, image, prompt="a", guidance=None, **sent):
     """Call the endpoint as no well-behaved client would; returns the server's answer."""
-    data = ["a", None, image, 0.2, None, None, 1, None, None, None, None]
+    data = [prompt, None, image, 0.2, None, None, 1, guidance, None, None, None]
     address = f"{served.url}/gradio_api/call/generate"
-    event = httpx.post(address, json={"data": data}).json()["event_id"]
+    # Python's own JSON, since other writers refuse half characters and long numbers.
+    body, kind = json.dumps({"data": data} | sent), {"content-type": "application/json"}
+    event = httpx.post(address, content=body, headers=kind).json()["event_id"]
     return httpx.get(f"{address}/{event}", timeout=30).text
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"guidance": 10**400}, "guidance = 1000"),
+        ({"guidance": [1]}, "guidance = [1] must be a number"),
+        ({"prompt": "a\udcffb"}, "prompt is not valid text: its character 2 is U+DCFF"),
+        ({"data": ["a"]}, "The call has 1 values and needs 11"),
+    ],
+)
+def test_what_no_client_sends_is_refused_in_words_too(served, sent, words):
+    before = len(served.jobs.recent())
+    assert words in raw_call(served, None, **sent)
+    assert len(served.jobs.recent()) == before
+
+
+def test_a_field_of_numbers_that_holds_none_is_refused_in_words(page):
+    function = next(found for found in page.demo.fns.values() if found.fn == page.tell_plan)
+    sent = [None if field is page.fields["steps"] else field.value for field in function.inputs]
+    with pytest.raises(gr.Error, match="does not take"):
+        asyncio.run(page.demo.preprocess_data(function, sent, None))
 
 
 MARKED = {"meta": {"_type": "gradio.FileData"}}
@@ -492,7 +549,20 @@ MARKED = {"meta": {"_type": "gradio.FileData"}}
         {"path": "http://127.0.0.1:1/a.png", "url": "http://127.0.0.1:1/a.png", **MARKED},
         {"path": "http://example.com/a.png"},
         {"path": "", "url": "data:image/png;base64,AAAA", **MARKED},
+        {"path": "/etc/passwd", **MARKED},
+        {"path": ["SECRET"], **MARKED},
+        {"path": ["SECRET"]},
+        {"path": "a\0", **MARKED},
+        {"path": "a\0"},
+        {"path": "x" * 9999, **MARKED},
+        {"url": "http://example.com/a.png"},
+        {"url": "http://example.com/a.png", **MARKED},
+        {},
+        ["SECRET"],
         "SECRET",
+        "",
+        5,
+        0,
     ],
 )
 def test_only_an_upload_can_be_a_first_frame(served, image, tmp_path):
@@ -503,6 +573,7 @@ def test_only_an_upload_can_be_a_first_frame(served, image, tmp_path):
     before = len(served.jobs.recent())
     answer = raw_call(served, str(secret) if image == "SECRET" else image)
     assert "event: error" in answer and "event: complete" not in answer
+    assert "Upload the file itself" in answer
     assert len(served.jobs.recent()) == before
 
 
