@@ -47,9 +47,11 @@ def parser() -> argparse.ArgumentParser:
 def compare(arguments: argparse.Namespace, cancel: threading.Event, show: Callable[[Event], None]) -> dict[str, Any]:
     """Do what the arguments say; returns the result as in compare.json. show: takes every event."""
     engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.device)
-    if "list" in (arguments.a, arguments.b):
+    # A wrong name is refused beside "list" too.
+    sides = [parse_side(side) for side in (arguments.a, arguments.b) if side != "list"]
+    if len(sides) < 2:
         return {"decoders": {option.value: option.reason for option in options(engine.executor)}}
-    a, b = parse_side(arguments.a), parse_side(arguments.b)
+    a, b = sides
     with _folder(arguments.keep) as folder:
         for event in engine.compare(_source(arguments, engine.preset), a, b, folder, cancel, _excerpt(arguments)):
             show(event)
@@ -59,7 +61,7 @@ def compare(arguments: argparse.Namespace, cancel: threading.Event, show: Callab
 
 def _source(arguments: argparse.Namespace, preset: Preset) -> Path | RandomLatents:
     if arguments.latents:
-        if arguments.height or arguments.width:
+        if arguments.height is not None or arguments.width is not None:
             raise RequestError("--height and --width are for random latents; those of a file have their own size.")
         return arguments.latents
     asked = preset.request(

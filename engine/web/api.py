@@ -89,7 +89,9 @@ def run(preset: Preset, jobs: Jobs, values: dict[str, Any]) -> Iterator[Answer]:
     Raises gr.Error with the engine's words.
     """
     try:
-        job = jobs.submit(build_request(preset, **values))
+        request = build_request(preset, **values)
+        jobs.engine.decoder(request.decode)  # what this machine does not have is refused before it waits
+        job = jobs.submit(request)
     except EngineError as error:
         raise gr.Error(str(error), print_exception=False) from error
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from engine.errors import EngineError
 from engine.jobs import CompareState, Jobs
 from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
 from engine.web.compare_form import CompareForm, start_form
-from engine.web.files import REFUSED, describe, job_file, uploaded
+from engine.web.files import describe, job_file, refused, sent_file, uploaded
 
+# Which parameters belong to which kind of latents.
+KINDS = {"file": {"file"}, "job": {"job"}, "random": {"seed", "height", "width"}}
 Answer = tuple[dict[str, Any], Any, Any]
 
 
@@ -26,7 +29,7 @@ def latents_upload(**options: Any) -> gr.File:
 
     async def move_upload(source: str | Path | None) -> str | None:
         if "://" in str(source):
-            raise gr.Error(REFUSED, print_exception=False)
+            raise refused()
         return await move(source)
 
     field.async_move_resource_to_block_cache = move_upload
@@ -53,18 +56,8 @@ def add_compare_api(engine: Engine, jobs: Jobs) -> None:
         latents: an uploaded safetensors file; job: or a video made here; seed, height, width: or random latents;
         frames: so many from the start, 4n + 1; a, b: "path" or "path:precision".
         """
-        start = start_form(engine)
-        standard = engine.preset.defaults
-        form = CompareForm(
-            source="file" if latents else "job" if job else "random",
-            job=job,
-            file=uploaded(latents.get("path")) if latents else None,
-            seed=start.seed if seed is None else seed,
-            size=f"{height or standard.height}x{width or standard.width}",
-            frames=frames or start.frames,
-            a=a or start.a,
-            b=b or start.b,
-        )
+        noise = {"seed": seed, "height": height, "width": width}
+        form = call_form(start_form(engine), file=sent_file(latents), job=job, frames=frames, a=a, b=b, **noise)
         yield from run(engine, jobs, form)
 
     numbers = ("seed", "height", "width", "frames")
@@ -88,6 +81,18 @@ def add_compare_api(engine: Engine, jobs: Jobs) -> None:
         concurrency_limit=CALLS_AT_ONCE,
         show_progress="hidden",
     )
+
+
+def call_form(start: CompareForm, **values: Any) -> CompareForm:
+    """What a call says, as a form; `start` where it says None. Raises gr.Error if it names two kinds of latents, since
+    one of them would be left out in silence."""
+    given = {name: value for name, value in values.items() if value is not None}
+    kinds = [source for source, names in KINDS.items() if names & given.keys()]
+    if len(kinds) > 1:
+        raise refused("Give one kind of latents: a file, or a job, or seed, height and width of random ones.")
+    height, width = start.size.split("x")
+    size = f"{given.pop('height', height)}x{given.pop('width', width)}"
+    return dataclasses.replace(start, source=kinds[0] if kinds else start.source, size=size, **given)
 
 
 def run(engine: Engine, jobs: Jobs, form: CompareForm) -> Iterator[Answer]:

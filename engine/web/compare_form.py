@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.record import video_size
 from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
 from engine.sides import CompareRequest, Option, RandomLatents, open_latents, parse_side
@@ -67,16 +67,18 @@ class CompareForm:
                 raise RequestError("Choose a file of latents first, such as latents.safetensors of a job.")
             return Path(self.file), Path(self.file).name
         if self.source != "job":
-            raise RequestError(f"source = {self.source!r} is not known; choose one of {', '.join(SOURCES.values())}.")
+            raise RequestError(
+                f"source = {shown(self.source)} is not known; choose one of {', '.join(SOURCES.values())}."
+            )
         known = dict((value, label) for label, value in saved_videos(outputs, None))
-        if self.job not in known:
+        if not isinstance(self.job, str) or self.job not in known:
             raise RequestError("Choose a video that was made here; its latents must still be in the outputs folder.")
         return outputs / self.job / LATENTS, known[self.job]
 
     def _length(self) -> int:
         frames = self.frames
         if isinstance(frames, bool) or not isinstance(frames, (int, float)) or not 1 <= frames < 1e6:
-            raise RequestError(f"frames = {frames!r} must be a number of frames, 4n + 1.")
+            raise RequestError(f"frames = {shown(frames)} must be a number of frames, 4n + 1.")
         return int(frames)
 
 

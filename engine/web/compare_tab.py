@@ -148,6 +148,7 @@ class CompareTab:
     def cancel(self, job: str) -> gr.Button:
         """Stop within one chunk; a side that is whole by then stays."""
         state = self.jobs.comparison(job) if job else None
-        if state is not None and not state.over:
-            self.jobs.cancel(job)
+        if state is None or state.over:
+            return gr.Button("Stop", interactive=False)
+        self.jobs.cancel(job)
         return gr.Button("Stopping ...", interactive=False)

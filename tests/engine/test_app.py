@@ -21,6 +21,7 @@ from gradio_client.exceptions import AppError
 from PIL import Image
 
 import app
+from engine.errors import RequestError
 from engine.jobs import Jobs
 from engine.preset import load_preset
 from engine.settings import DecodeSettings
@@ -502,6 +503,17 @@ def test_a_bad_call_gets_the_engines_words(served, client, call, words):
     before = len(served.jobs.recent())
     with pytest.raises(AppError, match="^" + words.replace("(", r"\(")):
         client.predict(**({"prompt": "a"} | call), api_name="/generate")
+    assert len(served.jobs.recent()) == before
+
+
+def test_a_decoder_that_this_machine_lacks_is_refused_before_it_waits(served, client, monkeypatch):
+    def decoder(settings):
+        raise RequestError(f"{settings.path} is not here")
+
+    monkeypatch.setattr(served.engine, "decoder", decoder)
+    before = len(served.jobs.recent())
+    with pytest.raises(AppError, match="reference is not here"):
+        client.predict(prompt="a", decoder="reference", api_name="/generate")
     assert len(served.jobs.recent()) == before
 
 

@@ -48,6 +48,11 @@ BAD = [
     (["--frames", "6"], "frames = 6"),
     (["--latents", "/nowhere.safetensors"], "/nowhere.safetensors"),
     (["--latents", "/nowhere.safetensors", "--height", "64"], "--height"),
+    (["--latents", "/nowhere.safetensors", "--height", "0"], "--height"),
+    (["--latents", "/nowhere.safetensors", "--width", "0"], "--height"),
+    (["--height", "0"], "height = 0"),
+    (["--a", "list", "--b", "zzz"], "zzz"),
+    (["--a", "zzz", "--b", "list"], "zzz"),
 ]
 
 

@@ -1,11 +1,13 @@
 """The Compare tab without a browser: its form, its words, its routes, its API."""
 
+import dataclasses
 import io
 import json
 import math
 from html.parser import HTMLParser
 from pathlib import Path
 
+import gradio as gr
 import httpx
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ from engine.settings import DecodeSettings
 from engine.sides import CompareRequest, RandomLatents
 from engine.video import probe
 from engine.web import compare_render as render
+from engine.web.compare_api import call_form
 from engine.web.compare_form import CompareForm, decoder_menu, saved_videos, start_form
+from engine.web.compare_tab import CompareTab
 from tests.double import serve
 
 EVIL = "<script>alert('1')</script>"
@@ -100,6 +104,7 @@ REFUSED = [
     ({"source": "file"}, "Choose a file"),
     ({"source": "job"}, "Choose a video"),
     ({"source": "job", "job": "../../etc"}, "Choose a video"),
+    ({"source": "job", "job": ["x"]}, "Choose a video"),
     ({"source": "moon"}, "'moon' is not known"),
     ({"a": "magic:fp32"}, "'magic' is not known"),
     ({"b": "reference:tf32"}, "tf32"),
@@ -218,6 +223,45 @@ def test_the_api_takes_a_file_and_refuses_in_words(client, tmp_path):
             client.predict(**call, api_name="/compare")
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"height": 0}, "height = 0"),
+        ({"width": 0}, "width = 0"),
+        ({"height": "tall"}, "size = 'tallx96'"),
+        ({"frames": 0}, "frames = 0"),
+        ({"a": ""}, "decode path = ''"),
+        ({"b": [1]}, r"decode path = '\[1\]'"),
+        ({"job": ""}, "Choose a video"),
+        ({"job": ["x"]}, "Choose a video"),
+        ({"job": "x", "seed": 0}, "Give one kind of latents"),
+        ({"job": "x", "height": 64}, "Give one kind of latents"),
+    ],
+)
+def test_the_api_leaves_nothing_out_in_silence(served, client, call, words):
+    before = len(served.jobs.comparisons())
+    with pytest.raises(AppError, match=words):
+        client.predict(**call, api_name="/compare")
+    assert len(served.jobs.comparisons()) == before
+
+
+def test_a_call_names_one_kind_of_latents(served):
+    start = start_form(served.engine)
+    nothing = dict.fromkeys(("file", "job", "seed", "height", "width", "frames", "a", "b"))
+    assert call_form(start, **nothing) == start
+    assert call_form(start, **nothing | {"width": 64, "seed": 0}) == dataclasses.replace(start, size="64x64", seed=0)
+    assert call_form(start, **nothing | {"file": "l"}) == dataclasses.replace(start, source="file", file="l")
+    with pytest.raises(gr.Error, match="one kind"):
+        call_form(start, **nothing | {"file": "l", "job": "x"})
+
+
+def test_stopping_what_is_not_known_or_over_stops_nothing(served, done):
+    with gr.Blocks():
+        tab = CompareTab(served.engine, served.jobs)
+    for job in ("", "unknown", done.id):
+        assert (tab.cancel(job).value, tab.cancel(job).interactive) == ("Stop", False)
+
+
 MARKED = {"meta": {"_type": "gradio.FileData"}}
 
 
@@ -228,6 +272,10 @@ MARKED = {"meta": {"_type": "gradio.FileData"}}
         {"path": "SECRET"},
         {"path": "http://127.0.0.1:1/l.safetensors", **MARKED},
         {"path": "", "url": "data:application/octet-stream;base64,AAAA", **MARKED},
+        {"url": "http://127.0.0.1:1/l.safetensors"},
+        {"path": ["SECRET"]},
+        {},
+        ["SECRET"],
         "SECRET",
     ],
 )
@@ -240,4 +288,5 @@ def test_the_api_reads_no_file_of_the_server(served, latents, tmp_path):
     event = httpx.post(address, json={"data": [latents, *[None] * 7]}).json()["event_id"]
     answer = httpx.get(f"{address}/{event}", timeout=30).text
     assert "event: error" in answer and "event: complete" not in answer
+    assert "Upload the file itself" in answer
     assert len(served.jobs.comparisons()) == before
