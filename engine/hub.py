@@ -10,6 +10,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -231,15 +232,25 @@ def _differing(known: dict[Path, str], progress: Progress | None) -> list[Path]:
     done, total, wrong = 0, sum(path.stat().st_size for path in known), []
     for path, expected in known.items():
         digest = _new_digest(path, expected)
-        with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-                done += len(block)
-                if progress:
-                    progress("verify", done, total)
+        for block in _blocks(path):
+            digest.update(block)
+            done += len(block)
+            if progress:
+                progress("verify", done, total)
         if digest.hexdigest() != expected:
             wrong.append(path)
     return wrong
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                yield block
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read ({error}). Check its permissions, or download it again."
+        ) from error
 
 
 def _new_digest(path: Path, expected: str) -> Any:

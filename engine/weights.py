@@ -95,22 +95,14 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file by key. Raises CheckpointError for a file that is cut short or damaged."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            raise CheckpointError(f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder.")
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise _damaged(path, f"its {size} bytes are not a whole safetensors file")
-        raw = file.read(length)
+    size, raw = _raw_header(path)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = {key: _entry(path, key, value, 8 + length) for key, value in header.items()}
+        entries = {key: _entry(path, key, value, 8 + len(raw)) for key, value in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"its header can't be read ({error})") from error
-    end = 8 + length
+    end = 8 + len(raw)
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != end:
             raise _damaged(path, f"{entry.key} starts at byte {entry.start} and the tensor before it ends at {end}")
@@ -118,6 +110,25 @@ def read_header(path: Path) -> dict[str, Entry]:
     if end != size:
         raise _damaged(path, f"it has {size} bytes and its header describes {end}")
     return entries
+
+
+def _raw_header(path: Path) -> tuple[int, bytes]:
+    """Size of a safetensors file, and its header as it stands there."""
+    try:
+        with path.open("rb") as file:
+            size, start = path.stat().st_size, file.read(8)
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder."
+                )
+            length = int.from_bytes(start, "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise _damaged(path, f"its {size} bytes are not a whole safetensors file")
+            return size, file.read(length)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read ({error}). Check its permissions, or download it again."
+        ) from error
 
 
 def _entry(path: Path, key: str, value: Mapping[str, Any], base: int) -> Entry:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import checkpoint, memory, parts, weights
+from engine import checkpoint, hub, memory, parts, weights
 from engine.errors import Cancelled, CheckpointError, ResourceError
 from engine.mmdit import PAN2Transformer3DModel
 from engine.prompt import tokenize
@@ -59,6 +59,18 @@ def mapped_files(folder: Path) -> list[tuple[int, int, str]]:
     """Start, end and file name of the memory mappings of files below a folder."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     return [(*(int(edge, 16) for edge in line[0].split("-")), Path(line[5]).name) for line in lines]
+
+
+def forbid(monkeypatch, path: Path) -> None:
+    """Make a file unreadable; tests may run as root, whom no permission stops."""
+    whole = Path.open
+
+    def refuse(self: Path, *args: object, **options: object) -> object:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
 
 
 def refused(copy: Path, part: str = "transformer") -> str:
@@ -393,6 +405,12 @@ def test_a_deeply_nested_header_is_refused(copy):
     assert f"{path} is damaged: its header can't be read" in refused(copy)
 
 
+def test_a_weight_file_that_may_not_be_read_is_named(copy, monkeypatch):
+    path = shards(copy)[0]
+    forbid(monkeypatch, path)
+    assert f"{path} can't be read" in refused(copy)
+
+
 def test_a_git_lfs_pointer_is_recognised(copy):
     shards(copy)[0].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
     assert "git lfs pull" in refused(copy)
@@ -437,6 +455,15 @@ def test_a_tensor_that_never_came_is_named(toy_checkpoint, monkeypatch):
     monkeypatch.setattr(checkpoint, "fill", lambda *_: None)
     message = refused(toy_checkpoint)
     assert "were never loaded" in message and "context_embedder.0.weight" in message
+
+
+def test_a_file_that_may_not_be_hashed_is_named(copy, monkeypatch):
+    hub.write_checksums(copy)
+    path = copy / "vae" / "config.json"
+    forbid(monkeypatch, path)
+    with pytest.raises(CheckpointError, match="can't be read") as caught:
+        checkpoint.verify(copy)
+    assert str(path) in str(caught.value)
 
 
 # Wrong configurations
