@@ -34,10 +34,11 @@ from presets.tiny.autoencoder import decode, encode
 from presets.tiny.batches import contact_sheet
 from presets.tiny.checker import Seen, look, score
 from presets.tiny.export import CHECKPOINT, HERE
-from presets.tiny.vocabulary import caption, varied_caption
+from presets.tiny.vocabulary import COLOURS, SHAPES, caption, varied_caption
 
 LANDSCAPE, PORTRAIT, SQUARE = (256, 448), (448, 256), (320, 320)
 SEED = 123
+SHORT_FRAMES = 5
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,20 @@ class Parts:
         self.scheduler = load_scheduler(folder)
         self.batch = 20 if device.type == "cuda" else 1
 
-    def videos(self, prompts: list[str], size: tuple[int, int], sampling: Sampling, first: Tensor | None) -> Tensor:
-        """[n, 3, 49, H, W] in [-1, 1], float16. first: [n, 3, 1, H, W]; prompt i is drawn with seed SEED + i."""
+    def videos(
+        self,
+        prompts: list[str],
+        size: tuple[int, int],
+        sampling: Sampling,
+        first: Tensor | None,
+        negative: str = " ",
+        frames: int = world.CLIP_FRAMES,
+    ) -> Tensor:
+        """[n, 3, frames, H, W] in [-1, 1], float16. first: [n, 3, 1, H, W]; prompt i is drawn with seed SEED + i."""
         videos: list[Tensor | None] = [None] * len(prompts)
         for rows, text in self._batches(prompts):
-            latents = self._latents(rows, text, size, sampling, first)
+            condition = self._condition(rows, latent_shape(frames, *size), first)
+            latents = self._latents(rows, text, condition, sampling, negative)
             for row, video in zip(rows, self._decode(latents), strict=True):
                 videos[row] = video
         return torch.stack([video for video in videos if video is not None])
@@ -102,16 +112,16 @@ class Parts:
                 rows, embeddings = zip(*group[i : i + self.batch], strict=True)
                 yield list(rows), torch.cat(embeddings)
 
-    def _latents(
-        self, rows: list[int], text: Tensor, size: tuple[int, int], sampling: Sampling, first: Tensor | None
-    ) -> Tensor:
-        shape = latent_shape(world.CLIP_FRAMES, *size)
+    def _condition(self, rows: list[int], shape: tuple[int, ...], first: Tensor | None) -> Tensor:
         images = [None if first is None else encode_image(self.vae, first[row : row + 1]) for row in rows]
-        condition = torch.cat([make_condition(shape, image) for image in images]).to(self.device)
-        noise = torch.cat([draw_noise(SEED + row, (1, *shape)) for row in rows])
-        empty = self.text.encode(" ").embedding
+        return torch.cat([make_condition(shape, image) for image in images]).to(self.device)
+
+    def _latents(self, rows: list[int], text: Tensor, condition: Tensor, sampling: Sampling, negative: str) -> Tensor:
+        channels = self.transformer.config.out_channels
+        noise = torch.cat([draw_noise(SEED + row, (1, channels, *condition.shape[2:])) for row in rows])
+        away = self.text.encode(negative).embedding
         scheduler = build_scheduler(self.scheduler, sampling.steps, sampling.shift)
-        *_, last = denoise(self.transformer, text, empty, condition, noise, scheduler, sampling.guidance)
+        *_, last = denoise(self.transformer, text, away, condition, noise, scheduler, sampling.guidance)
         return last.latents
 
     def _decode(self, latents: Tensor) -> list[Tensor]:
@@ -158,6 +168,18 @@ def run_trial(parts: Parts, trial: Trial, count: int, sampling: Sampling) -> Out
     videos = parts.videos(prompts, trial.size, sampling, first)
     seen = [look(video) for video in videos]
     return Outcome(prompts, videos, seen, [score(s, scenes.words(i)) for i, s in enumerate(seen)])
+
+
+def negative_prompts(parts: Parts, count: int, sampling: Sampling) -> dict[str, object]:
+    """Prompts that leave the colour open, with and without a negative prompt that names one: how often it is seen."""
+    seen: dict[str, list[bool]] = {"without": [], "with": []}
+    for i, colour in enumerate(COLOURS):
+        prompts = [f"a {SHAPES[(i + k) % len(SHAPES)]}" for k in range(max(1, round(count / len(COLOURS))))]
+        for name, negative in (("without", " "), ("with", colour)):
+            videos = parts.videos(prompts, LANDSCAPE, sampling, None, negative, SHORT_FRAMES)
+            seen[name] += [any(thing.colour == colour for thing in look(video).things) for video in videos]
+    shares = {name: round(float(np.mean(row)), 4) for name, row in seen.items()}
+    return {"prompts": len(seen["with"]), "frames": SHORT_FRAMES, "named_colour_seen": shares}
 
 
 def check_checker(device: torch.device, count: int) -> dict[str, object]:
@@ -263,6 +285,7 @@ def main() -> None:
         "prompts": options.count,
         "seed": SEED,
         "size": dict(zip(("height", "width"), LANDSCAPE, strict=True)) | {"frames": world.CLIP_FRAMES},
+        "negative_prompt": negative_prompts(parts, min(48, options.count), sampling),
         "checker": check_checker(device, min(60, options.count)),
         "vae_psnr": measure_vae_files(parts, min(12, options.count)),
         "seconds": round(time.time() - begin, 1),
@@ -270,6 +293,8 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+    seen = result["negative_prompt"]["named_colour_seen"]
+    result["accuracy"]["negative_prompt"] = round(1 - seen["with"], 4)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -108,9 +108,14 @@ def known_words() -> list[str]:
 
 
 def unknown_words(prompt: str) -> list[str]:
-    """The words of a prompt that the model has never seen, in order, each once."""
+    """The words of a prompt that the model has never seen, in order, each once.
+
+    A colour of things behind a background's kind was never seen there either: "purple background".
+    """
     known = set(known_words())
-    return list(dict.fromkeys(word for word in words(prompt) if word not in known))
+    unknown = [word for word in words(prompt) if word not in known]
+    grounds = re.findall(rf"\b(?:{'|'.join(KINDS)}) (\w+) background", prompt.lower())
+    return list(dict.fromkeys([*unknown, *(f"{word} background" for word in grounds if word in COLOURS)]))
 
 
 def article(word: str) -> str:

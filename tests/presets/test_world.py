@@ -89,6 +89,7 @@ def test_captions_use_known_words_alone():
         text = varied_caption(many.words(i), rng, 0.0).replace("[UNK]", "")
         assert unknown_words(text) == []
     assert unknown_words("A shiny red Ball, and a dragon") == ["shiny", "dragon"]
+    assert unknown_words("a navy star on a plain purple background") == ["purple background"]
 
 
 def test_the_written_grammar_is_current(tmp_path):
