@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -355,7 +355,9 @@ def main() -> None:
     # Bound before the model is loaded: a port that is taken is said at once, and a waiting visitor is let in.
     listener = config.bind_socket()
     print(f"{preset.title}: http://{arguments.host}:{arguments.port}", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    # The server ends in order on an interrupt and then raises it again.
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine import record
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
 from engine.decode_cost import CompareCost, DecodeCosts
-from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError
+from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
 from engine.latents import load_latents, save_latents
@@ -272,7 +272,10 @@ class Engine:
             video = yield from self._stage(telemetry, "file", lambda: writer.close(partial=error is not None))
         size = {"frames": writer.written, "height": height, "width": width, "fps": self.preset.fps}
         stats = record.stats(notes | size, telemetry.summary(), video)
-        record.write_json(folder / "stats.json", stats)
+        try:
+            record.write_json(folder / "stats.json", stats)
+        except ResourceError as unwritten:
+            yield Warned(f"The video is whole, its figures are not kept. {unwritten}")
         yield VideoFinished(video, error is not None, stats)
         if error is not None and not isinstance(error, Cancelled):
             raise error

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from engine import record as engine_record
 from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, ResourceError
 from engine.events import FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
@@ -228,3 +229,17 @@ def test_a_fault_while_decoding_keeps_what_is_there_and_the_latents(engine, tmp_
     monkeypatch.undo()
     again, _ = run(engine.decode(tmp_path / "latents.safetensors", DecodeSettings(), tmp_path / "again"))
     assert probe(again[-1].path).frames == 9
+
+
+def test_figures_that_can_not_be_written_do_not_cost_the_video(engine, tmp_path, monkeypatch):
+    write = engine_record.write_json
+
+    def full(path, values):
+        if path.name == "stats.json":
+            raise ResourceError("the disk is full")
+        write(path, values)
+
+    monkeypatch.setattr(engine_record, "write_json", full)
+    events, _ = generate(engine, tmp_path)
+    assert isinstance(events[-1], VideoFinished) and probe(events[-1].path).frames == 9
+    assert any(isinstance(event, Warned) and "the disk is full" in event.text for event in events)
