@@ -231,7 +231,9 @@ class Page:
             request = self._read(values).sketch(self.preset)
         except EngineError as error:
             return render.refusal(str(error))
-        return render.plan(request, self.preset.fps, self.engine.estimate(request))
+        beyond = self.preset.beyond_training(request)
+        warning = render.messages([beyond]) if beyond else ""
+        return render.plan(request, self.preset.fps, self.engine.estimate(request)) + warning
 
     def tell_hint(self, prompt: str) -> str:
         """Words that the model does not know."""

@@ -82,6 +82,8 @@ class Engine:
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             record.prepare_folder(folder, request, image)
+            if (beyond := self.preset.beyond_training(request)) is not None:
+                yield Warned(beyond)
             yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
             texts = yield from self._read_prompts(telemetry, request)
             seen = yield from self._see_image(telemetry, request, image)

@@ -46,6 +46,14 @@ class Defaults:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """The largest that a model saw in training: pixels (height * width) and frames. More is legal and looks worse."""
+
+    pixels: int
+    frames: int
+
+
+@dataclass(frozen=True)
 class Preset:
     """checkpoint: a folder (relative ones lie beside the TOML file) or the name of a repository on the Hub."""
 
@@ -60,6 +68,20 @@ class Preset:
     examples: tuple[str, ...] = ()
     denoise: DenoiseSettings = field(default_factory=DenoiseSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
+    trained: Trained | None = None
+
+    def beyond_training(self, request: Request) -> str | None:
+        """A sentence for a request larger or longer than anything that the model saw in training, else None."""
+        if self.trained is None:
+            return None
+        large = request.height * request.width > self.trained.pixels
+        if not large and request.frames <= self.trained.frames:
+            return None
+        size = f"{self.defaults.width} x {self.defaults.height}"
+        return (
+            f"{self.title} was trained on videos of about {size} and at most {self.trained.frames} frames. "
+            f"At this {'size' if large else 'length'} it may lose what the prompt asks for."
+        )
 
     def request(self, **values: Any) -> Request:
         """A checked request: the preset's defaults, overridden by `values`; None means the default, a seed of -1 a
@@ -175,6 +197,8 @@ def parse_preset(text: str, name: str, folder: Path = PRESETS) -> Preset:
         "limits": _table(Limits, values.get("limits", {}), f"{where}, [limits]"),
         "sizes": tuple(_table(Size, size, f"{where}, [[sizes]]") for size in sizes),
     }
+    if "trained" in values:
+        tables["trained"] = _table(Trained, values["trained"], f"{where}, [trained]")
     preset = _table(Preset, {**values, **tables, "name": name}, where)
     with _within(where):
         check_integer("fps", preset.fps, 1, MAX_FPS)

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, ResourceError
 from engine.events import FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.latents import load_latents
+from engine.preset import Trained
 from engine.settings import DecodeSettings
 from engine.video import probe, read_settings
 
@@ -171,6 +172,13 @@ def test_a_full_disk_is_an_error_before_the_work(engine, tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match="free"):
         next(engine.generate(engine.preset.request(), tmp_path))
     assert engine.readiness().state == "idle"
+
+
+def test_a_request_beyond_the_training_is_warned_of(toy_preset, tmp_path):
+    engine = Engine(dataclasses.replace(toy_preset, trained=Trained(pixels=64 * 96, frames=5)), "cpu")
+    events, _ = generate(engine, tmp_path)
+    assert isinstance(events[0], Warned) and "at most 5 frames" in events[0].text
+    assert isinstance(events[-1], VideoFinished)
 
 
 def test_a_long_prompt_is_cut_with_a_warning(engine, tmp_path):

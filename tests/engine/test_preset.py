@@ -215,6 +215,15 @@ def test_a_preset_file_that_is_no_text_or_not_there_is_refused(tmp_path):
             load_preset(str(tmp_path / f"{name}.toml"))
 
 
+def test_what_lies_beyond_the_training_is_said_and_done():
+    preset = load_preset("tiny")
+    assert preset.beyond_training(preset.request()) is None
+    assert preset.beyond_training(preset.request(height=320, width=320)) is None
+    assert "size" in preset.beyond_training(preset.request(height=704, width=1248))
+    assert "length" in preset.beyond_training(preset.request(frames=53))
+    assert load_preset("pan2").beyond_training(load_preset("pan2").request(frames=481)) is None
+
+
 def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(RequestError, match="pan2, tiny"):
         load_preset("pan3")
