@@ -435,12 +435,14 @@ def test_page_that_replaces_the_element_goes_on(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
     player.until(lambda: player.state == "waiting")
+    # An address that has nothing to send yet may have been asked more than once.
+    asked = list(site.asked)
     replace = "(html) => { document.querySelector('main').innerHTML = html }"
     player.page.evaluate(replace, f"<section>{element('a', label='again')}</section>")
     assert player.video("v.currentTime") > 0.5
     job.more()
     player.until(lambda: player.ended)
-    assert site.asked == ["a"], "it was fetched again"
+    assert site.asked == asked, "it was fetched again"
     assert player.video("v.getAttribute('aria-label')") == "again"
     player.page.evaluate(replace, "")
     player.page.wait_for_timeout(1200)
