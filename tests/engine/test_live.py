@@ -60,6 +60,8 @@ def app(jobs: dict[str, Job]) -> FastAPI:
 def serving(app: FastAPI) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        # From here on a client waits for the server; before, it would be refused.
+        listener.listen(128)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
