@@ -135,6 +135,7 @@ class Site:
         app.get("/flaky/{name}.mp4")(self.flaky)
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen(128)
         self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.app, self.reading = app, 0
         self.server = uvicorn.Server(
