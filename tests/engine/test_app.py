@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from html.parser import HTMLParser
 from pathlib import Path
 
 import gradio as gr
@@ -31,26 +30,12 @@ from engine.video import probe
 from engine.web import render, words
 from engine.web.form import Form, build_request, fitting_size, unknown_words
 from tests.double import Double, Pace, serve
+from tests.markup import Elements
 
 ROOT = Path(app.__file__).parent
 PRESET = load_preset("tiny")
 EVIL = """<script>alert("1")</script>'${1+1}{{2}}"""
 SHORT = {"seconds": 0.2, "steps": 2}
-
-
-class Elements(HTMLParser):
-    """The elements of a fragment and the text outside of them."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")

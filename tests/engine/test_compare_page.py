@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-from html.parser import HTMLParser
 from pathlib import Path
 
 import gradio as gr
@@ -30,23 +29,9 @@ from engine.web.compare_api import call_form
 from engine.web.compare_form import CompareForm, decoder_menu, saved_videos, start_form
 from engine.web.compare_tab import CompareTab
 from tests.double import serve
+from tests.markup import Elements
 
 EVIL = "<script>alert('1')</script>"
-
-
-class Elements(HTMLParser):
-    """The elements of a fragment and the text outside of them."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")
