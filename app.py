@@ -1,4 +1,4 @@
-"""The page: widgets, and short handlers over snapshots of jobs. The work belongs to the job's thread, never to a page.
+"""The page: its tabs, the server that gives it out, and the command line.
 
 python app.py [--preset tiny|pan2|file.toml] [--checkpoint FOLDER_OR_REPOSITORY] [--host ADDRESS] [--port N]
 """
@@ -6,15 +6,13 @@ python app.py [--preset tiny|pan2|file.toml] [--checkpoint FOLDER_OR_REPOSITORY]
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, get_args
 
 import fastapi
 import gradio as gr
@@ -22,226 +20,46 @@ import uvicorn
 
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
-from engine.jobs import Jobs, JobState
+from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
-from engine.settings import DecodePath
 from engine.telemetry import memory_now
-from engine.web import render, words
+from engine.web import render
 from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
 from engine.web.compare_tab import CompareTab
-from engine.web.files import first_frame
-from engine.web.form import Form, fitting_size, size_menu, unknown_words
+from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
 from engine.web.live import LiveSource, live_router
 from engine.web.routes import asset_router, health_router, video_router
 from engine.web.theme import HEAD, theme
 
 log = logging.getLogger("app")
 
-TICK_SECONDS = 0.7
 # Uploads are looked through every ten minutes and kept for a day.
 DELETE_CACHE = (600, 86_400)
 # Latents of 20 s at 1248 x 704 are 77 MiB.
 LARGEST_UPLOAD = "128mb"
-# The address of this tab first; without a job there, the one that this browser saw last.
-FIND_JOB = "(job) => [new URLSearchParams(window.location.search).get('job') || job]"
-SHOW_JOB = "(job) => window.page?.follow(job)"
-QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-PLAIN: dict[str, Any] = {"apply_default_css": False}
-# Of a job that is found again: its picture is no upload of this page, and its seed is the one to keep.
-NOT_FILLED = ("image", "randomise")
-
-Values = Mapping[Any, Any]
 
 
 class Page:
-    """Widgets and what they do. Nothing of a visitor is kept here: a page sends what it shows and gets what differs."""
+    """The tabs, in their order, and the tab on the machine."""
 
     def __init__(self, engine: Engine, jobs: Jobs) -> None:
-        self.engine, self.jobs, self.preset = engine, jobs, engine.preset
-        self._stopping: set[str] = set()
-        self.fields: dict[str, gr.components.Component] = {}
+        self.engine = engine
         with gr.Blocks(
-            title=self.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
+            title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
         ) as self.demo:
-            self.job = gr.BrowserState("", storage_key="job", secret="job")
-            self.timer = gr.Timer(TICK_SECONDS)
-            compare = CompareTab(engine, jobs)
-            with gr.Tab("Generate"), gr.Row(elem_id="generate"):
-                with gr.Column(scale=4, min_width=320, elem_id="form"):
-                    self._form()
-                with gr.Column(scale=9, min_width=320, elem_id="watch"):
-                    self._view()
+            self.generate, compare = GenerateTab(engine, jobs), CompareTab(engine, jobs)
+            self.generate.build(self.demo)
             compare.build(self.demo)
-            with gr.Tab("System") as self.system_tab:
-                self.system = gr.HTML(elem_id="system", **PLAIN)
-            add_api(self.preset, jobs)
+            self._system_tab()
+            add_api(engine.preset, jobs)
             add_compare_api(engine, jobs)
-            self._wire()
 
-    # Widgets.
-
-    def _form(self) -> None:
-        preset, start, fields = self.preset, Form.of(self.preset), self.fields
-        self.model = gr.HTML(
-            render.model(preset.title, preset.about, self.engine.readiness()), elem_id="model", **PLAIN
-        )
-        fields["prompt"] = gr.Textbox(
-            start.prompt, label="Prompt", lines=3, max_lines=12, placeholder="What happens, where, how the camera moves"
-        )
-        self.hint = gr.HTML(elem_id="hint", **PLAIN)
-        gr.Examples(
-            [[text] for text in preset.examples],
-            fields["prompt"],
-            label="Examples",
-            example_labels=[words.beginning(text) for text in preset.examples],
-            api_visibility="private",
-        )
-        with gr.Row():
-            longest = (preset.limits.frames - 1) / preset.fps
-            fields["seconds"] = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=150)
-            fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", scale=5, min_width=170)
-        with gr.Row(elem_id="seed"):
-            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
-            fields["randomise"] = gr.Checkbox(start.randomise, label="New seed each time", min_width=120)
-        with gr.Accordion("First frame", open=False):
-            fields["image"] = first_frame(label="The video starts with this picture", height=180, elem_id="picture")
-        with gr.Accordion("Advanced", open=False):
-            self._advanced(start)
-        # Above the buttons, where a refusal is seen by who has just clicked.
-        self.plan = gr.HTML(elem_id="plan", **PLAIN)
-        with gr.Row(elem_id="go"):
-            self.generate = gr.Button("Generate", variant="primary", scale=3)
-            self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
-
-    def _advanced(self, start: Form) -> None:
-        fields, limits = self.fields, self.preset.limits
-        fields["negative_prompt"] = gr.Textbox(start.negative_prompt, label="Negative prompt", lines=2, max_lines=8)
-        fields["steps"] = gr.Slider(1, limits.steps, start.steps, step=1, label="Steps")
-        fields["guidance"] = gr.Slider(0, limits.guidance, start.guidance, step=0.1, label="Guidance")
-        fields["shift"] = gr.Number(start.shift, label="Shift of the noise schedule", minimum=0.01, step=0.5)
-        fields["decoder"] = gr.Dropdown(list(get_args(DecodePath)), value=start.decoder, label="Decoder")
-
-    def _view(self) -> None:
-        defaults = self.preset.defaults
-        self.player = gr.HTML(render.empty(defaults.height, defaults.width), elem_id="player", **PLAIN)
-        self.strip = gr.HTML(elem_id="progress", **PLAIN)
-        self.messages = gr.HTML(elem_id="messages", **PLAIN)
-        self.details = gr.HTML(elem_id="details", **PLAIN)
-
-    def _wire(self) -> None:
-        form, view = set(self.fields.values()), {self.model, self.player, self.strip, self.messages, self.details}
-        buttons = {self.generate, self.stop, self.timer}
-        filled = {field for name, field in self.fields.items() if name not in NOT_FILLED}
-        follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
-        found = self.demo.load(None, self.job, self.job, js=FIND_JOB)
-        found.then(self.reopen, {self.job, *view}, {self.job, *view, *buttons, *filled}, **QUIET)
-        self.timer.tick(self.look, **follow)
-        start = [self.generate.click, self.fields["prompt"].submit]
-        after = {self.job, self.plan, self.fields["seed"], *view, *buttons}
-        begun = gr.on(start, self.start, {self.job, *form, *view}, after, **QUIET)
-        begun.then(None, self.job, js=SHOW_JOB)
-        self.stop.click(self.cancel, self.job, self.stop, **QUIET)
-        self._wire_form(form)
-        gr.on([self.demo.load, self.system_tab.select], self.tell_system, None, self.system, **QUIET)
-
-    def _wire_form(self, form: set[gr.components.Component]) -> None:
-        fields, latest = self.fields, {**QUIET, "trigger_mode": "always_last"}
-        decides = [fields[name] for name in ("seconds", "size", "steps", "guidance", "shift", "seed")]
-        # The line about the model changes once it is loaded, and only then is the time known; the player changes when a
-        # video is whole, and then it is known better.
-        changes = [field.change for field in (*decides, self.model, self.player)]
-        gr.on([self.demo.load, *changes], self.tell_plan, form, self.plan, **latest)
-        gr.on([self.demo.load, fields["prompt"].change], self.tell_hint, fields["prompt"], self.hint, **latest)
-        fields["image"].upload(self.fit_size, [fields["image"], fields["size"]], fields["size"], **QUIET)
-
-    # What happens.
-
-    def look(self, values: Values) -> dict[Any, Any]:
-        """What a page that follows a job has to change."""
-        job = values[self.job]
-        state = self._find(job)
-        fresh = self._fragments(state) | ({} if state or not job else self._lost(job))
-        busy = state is not None and not state.over
-        stopping = busy and state.id in self._stopping
-        return {part: html for part, html in fresh.items() if html != values[part]} | {
-            self.generate: gr.Button(interactive=not busy),
-            self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
-            self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
-        }
-
-    def _find(self, job: str | None) -> JobState | None:
-        return self.jobs.snapshot(job) if job else None
-
-    def _fragments(self, state: JobState | None) -> dict[Any, str]:
-        preset = self.preset
-        model = {self.model: render.model(preset.title, preset.about, self.engine.readiness())}
-        if state is None:
-            return model
-        return model | {
-            # One frame can be seen before a second one makes it a video.
-            self.player: render.player(state, preset.fps, poster=(state.folder / "thumbnail.jpg").is_file()),
-            self.strip: render.strip(state, preset.fps),
-            self.messages: render.of_job(state),
-            self.details: render.details(state, memory_now()),
-        }
-
-    def _lost(self, job: str) -> dict[Any, str]:
-        defaults = self.preset.defaults
-        place = render.empty(defaults.height, defaults.width)
-        return {self.player: place, self.strip: "", self.details: "", self.messages: render.lost(job)}
-
-    def reopen(self, values: Values) -> dict[Any, Any]:
-        """A page was opened: follow the job that it knows, and put what that job was asked for into the form."""
-        job = values[self.job]
-        state = self._find(job)
-        if state is None:
-            return self.look(values) | ({self.job: ""} if job else {})
-        form = dataclasses.asdict(Form.of(self.preset, state.request))
-        if form["size"] not in [value for _, value in size_menu(self.preset)]:
-            del form["size"]
-        return self.look(values) | {self.fields[name]: form[name] for name in form if name not in NOT_FILLED}
-
-    def start(self, values: Values) -> dict[Any, Any]:
-        """Check the form and queue it. What is refused is said at once, and nothing else changes."""
-        try:
-            request = self._read(values).request(self.preset)
-            self.engine.decoder(request.decode)
-        except EngineError as error:
-            return {self.plan: render.refusal(str(error))}
-        job = self.jobs.submit(request)
-        return {self.job: job, self.fields["seed"]: request.seed} | self.look({**values, self.job: job})
-
-    def _read(self, values: Values) -> Form:
-        return Form(**{name: values[field] for name, field in self.fields.items()})
-
-    def cancel(self, job: str) -> gr.Button:
-        """Stop within one step or chunk; what is decoded by then stays."""
-        state = self._find(job)
-        if state is None or state.over:
-            return gr.Button("Stop", interactive=False)
-        self._stopping.add(job)
-        self.jobs.cancel(job)
-        return gr.Button("Stopping ...", interactive=False)
-
-    def tell_plan(self, values: Values) -> str:
-        """What a click would start and how long it would take, or why it would be refused."""
-        try:
-            request = self._read(values).sketch(self.preset)
-        except EngineError as error:
-            return render.refusal(str(error))
-        beyond = self.preset.beyond_training(request)
-        warning = render.messages([beyond]) if beyond else ""
-        return render.plan(request, self.preset.fps, self.engine.estimate(request)) + warning
-
-    def tell_hint(self, prompt: str) -> str:
-        """Words that the model does not know."""
-        return render.hint(unknown_words(self.preset, prompt))
-
-    def fit_size(self, image: str | None, size: str) -> str:
-        """The size of the menu that suits an uploaded picture."""
-        return fitting_size(self.preset, image) or size
+    def _system_tab(self) -> None:
+        with gr.Tab("System") as tab:
+            system = gr.HTML(elem_id="system", **PLAIN)
+        gr.on([self.demo.load, tab.select], self.tell_system, None, system, **QUIET)
 
     def tell_system(self) -> str:
         """Model, devices, precision, decoder path, versions, memory."""

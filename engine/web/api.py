@@ -8,7 +8,8 @@ from typing import Any
 import gradio as gr
 
 from engine.errors import EngineError
-from engine.jobs import Jobs, JobState
+from engine.job import JobState
+from engine.jobs import Jobs
 from engine.preset import Preset
 from engine.web import words
 from engine.web.files import describe, first_frame, job_file, refuse_in_words, sent_file

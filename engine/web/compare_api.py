@@ -11,7 +11,8 @@ import gradio as gr
 
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.jobs import CompareState, Jobs
+from engine.job import CompareState
+from engine.jobs import Jobs
 from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
 from engine.web.compare_form import CompareForm, start_form
 from engine.web.files import describe, job_file, refused, sent_file, uploaded

@@ -9,7 +9,7 @@ from typing import Any
 from engine.compare import decibels
 from engine.decode_cost import CompareCost, DecodeCost
 from engine.engine import Readiness
-from engine.jobs import CompareState
+from engine.job import CompareState
 from engine.shapes import SPATIAL_FACTOR, video_frames
 from engine.sides import SIDES, Option
 from engine.web import words

@@ -14,7 +14,7 @@ from PIL import Image
 
 from engine.compare import amplified, read_frame
 from engine.errors import MediaError
-from engine.jobs import CompareState
+from engine.job import CompareState
 from engine.sides import RAW_NAME, SIDES
 
 FindComparison = Callable[[str], CompareState | None]

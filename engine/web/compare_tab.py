@@ -10,7 +10,8 @@ import gradio as gr
 
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.jobs import CompareState, Jobs
+from engine.job import CompareState
+from engine.jobs import Jobs
 from engine.web import compare_render as render
 from engine.web.compare_api import latents_upload
 from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form

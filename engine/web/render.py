@@ -11,7 +11,7 @@ from typing import Literal
 from engine.engine import Readiness
 from engine.estimate import Estimate
 from engine.events import STAGES, Stage
-from engine.jobs import JobState, StageState
+from engine.job import JobState, StageState
 from engine.request import Request
 from engine.telemetry import Memory
 from engine.web import words

@@ -9,7 +9,7 @@ from fastapi import APIRouter, HTTPException
 from fastapi.responses import FileResponse, JSONResponse
 
 from engine.engine import Readiness
-from engine.jobs import JobState
+from engine.job import JobState
 from engine.web import words
 
 FindJob = Callable[[str], JobState | None]

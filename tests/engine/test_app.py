@@ -47,14 +47,15 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def page(built):
-    """The widgets are built once; engine and jobs are as new for every test."""
-    built.engine.pace, built.engine.finally_ran = Pace(), 0
-    built.engine.load()
-    yield built
-    for state in built.jobs.recent():
-        built.jobs.cancel(state.id)
-        built.jobs.wait(state.id)
-    built.jobs._states.clear()
+    """The Generate tab. The widgets are built once; engine and jobs are as new for every test."""
+    tab = built.generate
+    tab.engine.pace, tab.engine.finally_ran = Pace(), 0
+    tab.engine.load()
+    yield tab
+    for state in tab.jobs.recent():
+        tab.jobs.cancel(state.id)
+        tab.jobs.wait(state.id)
+    tab.jobs._states.clear()
 
 
 @pytest.fixture
@@ -322,7 +323,7 @@ def test_nothing_is_whole_before_the_file_exists(page, jobs):
     assert {row.phase for row in render.rows(jobs.snapshot(job))} == {"done"}
 
 
-def test_every_text_of_a_visitor_is_escaped(page, jobs):
+def test_every_text_of_a_visitor_is_escaped(built, page, jobs):
     jobs.engine.pace = Pace(warning=EVIL)
     job = start(page, prompt=EVIL, negative_prompt=EVIL)
     jobs.wait(job)
@@ -332,7 +333,8 @@ def test_every_text_of_a_visitor_is_escaped(page, jobs):
         assert "<script" not in seen[part]
     assert EVIL in Elements(seen[page.messages]).text
     assert "&lt;script&gt;" in seen[page.player]
-    assert "script" not in Elements(page.tell_system()).tags and "no GPU here <b>" in Elements(page.tell_system()).text
+    system = Elements(built.tell_system())
+    assert "script" not in system.tags and "no GPU here <b>" in system.text
 
 
 # ---- words and figures
@@ -528,12 +530,12 @@ def test_what_no_client_sends_is_refused_in_words_too(served, sent, words):
     assert len(served.jobs.recent()) == before
 
 
-def test_a_field_of_numbers_that_holds_none_is_refused_in_words(page):
-    function = next(found for found in page.demo.fns.values() if found.fn == page.tell_plan)
+def test_a_field_of_numbers_that_holds_none_is_refused_in_words(built, page):
+    function = next(found for found in built.demo.fns.values() if found.fn == page.tell_plan)
     sent = [None if field is page.fields["steps"] else field.value for field in function.inputs]
     with pytest.raises(gr.Error, match="does not take"), ThreadPoolExecutor() as elsewhere:
         # Playwright leaves a running loop in the main thread.
-        elsewhere.submit(asyncio.run, page.demo.preprocess_data(function, sent, None)).result()
+        elsewhere.submit(asyncio.run, built.demo.preprocess_data(function, sent, None)).result()
 
 
 MARKED = {"meta": {"_type": "gradio.FileData"}}

@@ -18,7 +18,7 @@ from engine.compare import amplified
 from engine.decode_cost import CompareCost, DecodeCost
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.jobs import CompareState, StageState
+from engine.job import CompareState, StageState
 from engine.latents import save_latents
 from engine.noise import draw_noise
 from engine.settings import DecodeSettings
