@@ -227,6 +227,11 @@ class Player:
         return self.state == "ended"
 
     @property
+    def stalled(self) -> bool:
+        """Whether it has played what is there and waits for more; on a slow machine it also waits before it begins."""
+        return self.state == "waiting" and self.video("v.currentTime") > 0.5
+
+    @property
     def final(self) -> bool:
         """Whether a picture of the final file is on the screen."""
         return self.video("v.currentSrc.includes('/final/') && v.readyState >= 2 && !v.seeking && !!v.videoWidth")
@@ -311,11 +316,10 @@ def test_as_fast_as_possible(site, show):
 def test_waits_for_a_slow_decoder_says_so_and_resumes(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting" and player.video("v.currentTime") > 0.5)
+    player.until(lambda: player.stalled)
     assert player.status == "Waiting for the decoder: 16 of 49 frames"
-    assert player.block() == pytest.approx(15, abs=1)
+    assert player.block() == pytest.approx(15, abs=2)
     job.more(1)
-    player.until(lambda: player.video("v.currentTime") > 1)
     player.until(lambda: player.status == "Waiting for the decoder: 32 of 49 frames")
     job.more()
     player.until(lambda: player.ended)
@@ -325,7 +329,7 @@ def test_waits_for_a_slow_decoder_says_so_and_resumes(site, show):
 def test_stop_in_the_middle_leaves_what_is_there(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     job.stop()
     player.until(lambda: player.ended)
     assert player.video("v.duration") == pytest.approx(17 / FPS, abs=0.001)
@@ -369,13 +373,14 @@ def test_final_file_takes_over_without_a_jump(site, show):
 def test_paused_place_is_kept_by_the_final_file(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     player.press(" ")
     player.press("ArrowLeft")
     player.until(lambda: not player.video("v.seeking"))
     before, block = player.video("v.currentTime"), player.block()
     job.more()
-    player.until(lambda: job.over and player.status == "Frame 15 of 49")
+    # Where it stalled, a frame more or less, is the browser's affair.
+    player.until(lambda: job.over and player.status == f"Frame {int(before * FPS) + 1} of 49")
     player.set("final", "final/a.mp4")
     player.until(lambda: player.final)
     assert player.video("v.currentTime") == pytest.approx(before, abs=0.01)
@@ -385,7 +390,7 @@ def test_paused_place_is_kept_by_the_final_file(site, show):
 def test_final_file_waits_until_a_playback_has_ended(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     job.more()
     player.until(lambda: job.over)
     player.page.evaluate(f"{VIDEO}.playbackRate = 0.25")
@@ -399,7 +404,7 @@ def test_final_file_waits_until_a_playback_has_ended(site, show):
 def test_second_run_on_the_same_page(site, show):
     site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     site.start("b")
     player.set("src", "live/b.mp4")
     player.until(lambda: player.ended)
@@ -413,7 +418,7 @@ def test_two_clients(site, show):
     players = [show(element("a")), show(element("a"))]
     for player in players:
         player.page.bring_to_front()
-        player.until(lambda player=player: player.state == "waiting")
+        player.until(lambda player=player: player.stalled)
     job.more()
     for player in players:
         player.page.bring_to_front()
@@ -424,9 +429,9 @@ def test_two_clients(site, show):
 def test_reload_starts_from_the_beginning(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     player.page.reload()
-    player.until(lambda: player.state == "waiting" and player.video("v.currentTime") > 0.5)
+    player.until(lambda: player.stalled)
     job.more()
     player.until(lambda: player.ended)
     assert player.video("v.played.start(0)") == 0
@@ -435,7 +440,7 @@ def test_reload_starts_from_the_beginning(site, show):
 def test_page_that_replaces_the_element_goes_on(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     # An address that has nothing to send yet may have been asked more than once.
     asked = list(site.asked)
     replace = "(html) => { document.querySelector('main').innerHTML = html }"
@@ -453,7 +458,7 @@ def test_page_that_replaces_the_element_goes_on(site, show):
 def test_element_that_is_taken_away_lets_go(site, show):
     site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting" and site.reading == 1)
+    player.until(lambda: player.stalled and site.reading == 1)
     player.page.evaluate("document.querySelector('main').innerHTML = ''")
     player.until(lambda: site.reading == 0)
 
@@ -531,7 +536,7 @@ def test_keys_step_by_one_frame(site, show):
 def test_pause_during_decoding_is_respected(site, show):
     job = site.start("a", chunks=2)
     player = show(element("a"))
-    player.until(lambda: player.state == "waiting")
+    player.until(lambda: player.stalled)
     player.press(" ")
     player.until(lambda: re.fullmatch(r"Frame \d+ of 49: 16 of 49 frames are decoded", player.status))
     job.more()
