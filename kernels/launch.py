@@ -1,0 +1,45 @@
+"""The one place from which Triton kernels start: whether they can run on a device, and on which device they start."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+OFF = ("", "0", "false", "off", "no", "n", "f")
+
+
+def lack(device: torch.device) -> str | None:
+    """Why Triton kernels can't run on a device; None where they can.
+
+    TRITON_INTERPRET makes Triton compute with NumPy on the host, thousands of times slower: it is for tests, which
+    start kernels themselves, and never sends anybody else's work there.
+    """
+    if device.type != "cuda":
+        return "Triton kernels need an NVIDIA GPU"
+    if not installed():
+        return "Triton is not installed (pip install triton)"
+    if interpreted():
+        return "TRITON_INTERPRET is set, which would send every kernel through an interpreter on the host"
+    return None
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels that are defined now would run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() not in OFF
+
+
+def launch(kernel: Any, grid: Sequence[int], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel on the device where its tensors lie, not on the one that happens to be current."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[tuple(grid)](*arguments, **constants)
