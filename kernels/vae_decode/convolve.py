@@ -100,9 +100,7 @@ class Cudnn:
         """As `Convolver.phases`."""
         check_phases(inputs, weights, out, pad_rows, pad_columns)
         if weights.shape[2:4] == (1, 1) and (*pad_rows, *pad_columns) == (0, 0, 0, 0):
-            torch.bmm(
-                inputs.flatten(1, 3), weights.flatten(1).unflatten(1, weights.shape[1::3]).mT, out=out.flatten(1, 3)
-            )
+            torch.bmm(inputs.flatten(1, 3), weights.flatten(2).mT, out=out.flatten(1, 3))
             return
         rows, columns = pad_rows[0] - pad_rows[1], pad_columns[0] - pad_columns[1]
         padding = [max(pad_rows), max(pad_columns)]

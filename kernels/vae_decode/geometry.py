@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride
 
 
 def require(holds: bool, message: str) -> None:
@@ -21,14 +21,12 @@ def shape_of(tensor: Tensor) -> str:
 
 def check_kinds(dtype: torch.dtype, device: torch.device, **tensors: Tensor | None) -> None:
     """Every tensor has this dtype and device, and channels that lie side by side."""
-    require(dtype in DTYPES, f"the dtype must be one of bfloat16, float16 and float32, not {dtype}")
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        require(tensor.dtype == dtype, f"{name} is {tensor.dtype}, the input is {dtype}; they must be the same")
-        require(tensor.device == device, f"{name} is on {tensor.device}, the input on {device}; move it there")
-        one = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-        require(one, f"the channels of {name} must lie side by side (stride 1), not {tensor.stride(-1)} apart")
+        if tensor is not None:
+            check_dtype(name, tensor, *FLOATS)
+            require(tensor.dtype == dtype, f"{name} is {tensor.dtype}, the input is {dtype}; they must be the same")
+    check_device(device, **tensors)
+    check_inner_stride(**tensors)
 
 
 def check_bias(bias: Tensor | None, channels: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What each operation of the decoder means, in plain PyTorch and at least fp32: the truth that fast paths are held to."""
+"""What each operation of the decoder means, in plain PyTorch and fp32 or wider: the truth of every fast path."""
 
 from __future__ import annotations
 

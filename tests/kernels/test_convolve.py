@@ -73,7 +73,7 @@ def test_phases_are_so_many_convolutions(convolver, kernel, rows, columns):
     "change, words",
     [
         ({"buffer": drawn(4, 5, 6, 7)}, "takes 8 channels, the buffer has 7"),
-        ({"buffer": drawn(4, 5, 6, 16)[..., ::2]}, "channels of buffer must lie side by side"),
+        ({"buffer": drawn(4, 5, 6, 16)[..., ::2]}, "buffer has stride 2 in its last dimension"),
         ({"buffer": drawn(4, 6, 5, 8).transpose(1, 2)}, "each frame of buffer must be one block"),
         ({"buffer": drawn(2, 5, 6, 8)}, "too small"),
         ({"weight": drawn(16, 3, 2, 2, 8)}, "3 x 3 x 3 and 3 x 1 x 1"),
