@@ -275,9 +275,10 @@ class Engine:
         size = {"frames": writer.written, "height": height, "width": width, "fps": self.preset.fps}
         stats = record.stats(notes | size, telemetry.summary(), video)
         try:
+            record.keep_last_frame(folder, writer.last)
             record.write_json(folder / "stats.json", stats)
         except ResourceError as unwritten:
-            yield Warned(f"The video is whole, its figures are not kept. {unwritten}")
+            yield Warned(f"The video is whole, its figures or its last frame are not kept. {unwritten}")
         yield VideoFinished(video, error is not None, stats)
         if error is not None and not isinstance(error, Cancelled):
             raise error

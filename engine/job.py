@@ -73,11 +73,14 @@ class Job:
     """What is known of any job. A snapshot is a copy that nobody changes any more.
 
     status: "stopped" means that the user stopped it; stopping: has been asked to; position: jobs that run before it;
-    partial: the result is a part of what was asked for.
+    partial: the result is a part of what was asked for; parent: the job that it goes on from; group: of jobs that were
+    asked for together.
     """
 
     id: str
     folder: Path
+    parent: str | None = None
+    group: str | None = None
     status: Status = "queued"
     stopping: bool = False
     position: int = 0

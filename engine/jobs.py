@@ -44,12 +44,12 @@ class Jobs:
         self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._worker.start()
 
-    def submit(self, request: Request | CompareRequest) -> str:
-        """Queue a checked request; returns the job's id at once."""
+    def submit(self, request: Request | CompareRequest, parent: str | None = None, group: str | None = None) -> str:
+        """Queue a checked request; returns the job's id at once. parent, group: see `Job`."""
         job = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
         kind = CompareState if isinstance(request, CompareRequest) else JobState
         with self._changed:
-            self._states[job] = kind(id=job, request=request, folder=self.outputs / job)
+            self._states[job] = kind(id=job, request=request, folder=self.outputs / job, parent=parent, group=group)
             self._cancels[job] = threading.Event()
             over = [state for state in self._states.values() if isinstance(state, CompareState) and state.over]
         for state in sorted(over, key=lambda state: state.created)[: 1 - RAW_KEPT]:
@@ -111,6 +111,11 @@ class Jobs:
     def recent(self) -> list[JobState]:
         """Snapshots of all videos' jobs, the newest first."""
         return self._all(JobState)
+
+    def of_group(self, group: str) -> list[JobState]:
+        """Snapshots of the videos that were asked for together, in the order in which they were."""
+        found = [state for state in self.recent() if state.group == group]
+        return sorted(found, key=lambda state: state.created)
 
     def comparisons(self) -> list[CompareState]:
         """Snapshots of all comparisons, the newest first."""

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 VIDEO_SHARE = 0.2
 SPARE_BYTES = 200 * 2**20
 FLOAT_BYTES = 4
+LAST_FRAME = "last.png"
 
 
 def prepare_folder(folder: Path, request: Request, image: Image.Image | None) -> None:
@@ -70,9 +71,13 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     try:
         _replace(path, values)
     except OSError as error:
-        raise ResourceError(
-            f"{path} could not be written ({error}). Free some disk space, or choose another output folder."
-        ) from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{path} could not be written ({error}). Free some disk space, or choose another output folder."
+    )
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
@@ -101,6 +106,22 @@ def keep_thumbnail(folder: Path, frames: Any, written: int, total: int) -> None:
             log.warning("%s could not be written: %s", path, error)
             with suppress(OSError):
                 path.with_name(path.name + ".part").unlink()
+
+
+def keep_last_frame(folder: Path, frame: Any) -> None:
+    """Write last.png, a frame uint8 [height, width, 3] as it was decoded: what goes on from here begins with it.
+
+    Raises ResourceError with the path if it can't be written.
+    """
+    path = folder / LAST_FRAME
+    part = path.with_name(path.name + ".part")
+    try:
+        Image.fromarray(frame).save(part, format="PNG", compress_level=1)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise _unwritten(path, error) from error
 
 
 def video_size(latents: torch.Tensor) -> tuple[int, int, int]:

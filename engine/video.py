@@ -30,9 +30,10 @@ TITLE_LENGTH = 200
 THUMBNAIL_SIDE = 480
 
 # RGB is full range; players take HD for BT.709, so convert with its matrix and say so. A tag alone converts nothing.
+TO_BT709_TAGS = "setparams=range=limited:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 TO_BT709 = (
     "scale=in_range=full:out_range=limited:out_color_matrix=bt709:flags=bicubic+accurate_rnd+full_chroma_int,"
-    "format=yuv420p,setparams=range=limited:color_primaries=bt709:color_trc=bt709:colorspace=bt709"
+    "format=yuv420p," + TO_BT709_TAGS
 )
 TAGS = ("-color_range", "tv", "-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709")
 X264 = ("-an", "-fps_mode", "passthrough", "-c:v", "libx264", "-pix_fmt", "yuv420p", *TAGS)
@@ -70,8 +71,8 @@ class VideoWriter:
 
     folder: exists; height, width: even; fps: whole; frames: how many will come; metadata: the job's settings, kept as
     JSON in the file, its prompt as the title. `video.mp4` appears when it is whole and checked; leaving the block by an
-    exception removes everything but an older `video.mp4`. `written`: frames so far; `live_finished`: the live file
-    grows no more.
+    exception removes everything but an older `video.mp4`. `written`: frames so far; `last`: a copy of the newest
+    one; `live_finished`: the live file grows no more.
     Raises MediaError for a size that can't be written and when ffmpeg can't start.
     """
 
@@ -83,6 +84,7 @@ class VideoWriter:
         self.live = folder / LIVE_NAME
         self.path = folder / FINAL_NAME
         self.written = 0
+        self.last: np.ndarray | None = None
         self.live_finished = False
         self.info: VideoInfo | None = None
         self._part = folder / (FINAL_NAME + ".part")
@@ -122,6 +124,8 @@ class VideoWriter:
             self.abort()
             raise
         self.written += len(array)
+        # The caller's memory is used again.
+        self.last = array[-1].copy() if len(array) else self.last
 
     def _checked(self, frames: Any) -> np.ndarray:
         array = np.asarray(frames)

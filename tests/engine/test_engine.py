@@ -63,8 +63,11 @@ def test_the_path_from_prompt_to_file(engine, tmp_path):
         "live.mp4",
         "video.mp4",
         "thumbnail.jpg",
+        "last.png",
         "stats.json",
     }
+    last = np.asarray(Image.open(tmp_path / "job" / "last.png"))
+    assert np.array_equal(last, frames[-1].frames[-1])
 
 
 def test_the_figures_add_up(engine, tmp_path):
