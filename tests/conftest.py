@@ -13,6 +13,10 @@ from tests.toy import write_toy_checkpoint
 # Toy models are faster on one thread than on many that wait for each other; programs that tests start inherit it.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU the tests of the Triton kernels start them in Triton's interpreter, which must be said before anything
+# imports Triton. It is set for every test: nothing but those tests may ever go through the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""LayerNorm and modulation in one pass, alone or after a gated residual."""
