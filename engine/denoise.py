@@ -17,12 +17,14 @@ from engine.errors import Cancelled, EngineError, RequestError
 
 @dataclass(frozen=True)
 class Step:
-    """Step k of `steps`, from 1; seconds: of this step; latents: float32 [B, 48, F, h, w], never written to again."""
+    """Step k of `steps`, from 1; seconds: of this step; latents: float32 [B, 48, F, h, w], never written to again;
+    clean: of the same kind, where this step's velocity would lead if it were followed to the end."""
 
     k: int
     steps: int
     seconds: float
     latents: torch.Tensor
+    clean: torch.Tensor
 
 
 @torch.no_grad()
@@ -60,10 +62,11 @@ def denoise(
         if guided:
             velocity_without = model.velocity(latents, k, without)
             velocity = velocity_without + guidance * (velocity - velocity_without)
+        clean = latents - sigmas[k] * velocity.float()
         # In float32 before the step: the scheduler returns the latents in the velocity's dtype.
         latents = scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
         _check_finite(latents, k, sigmas, velocity.dtype)
-        yield Step(k + 1, len(sigmas) - 1, time.perf_counter() - started, latents)
+        yield Step(k + 1, len(sigmas) - 1, time.perf_counter() - started, latents, clean)
 
 
 def _is_guided(guidance: float, negative: torch.Tensor | None) -> bool:

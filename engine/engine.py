@@ -7,6 +7,7 @@ busy engine refuses in words.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from engine.latents import load_latents, save_latents
 from engine.memory import in_words, memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
+from engine.preview import LinearMap, Previews
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
@@ -36,6 +38,8 @@ from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.sides import Comparison, Option, RandomLatents, open_latents, options
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
+
+log = logging.getLogger(__name__)
 
 ADVICE = (
     "Choose a smaller size or fewer frames, or end other programs that use it. Latents that were made are kept in the "
@@ -63,6 +67,7 @@ class Engine:
         self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
         self._rates: cost.Rates | None = None
+        self._preview_map: LinearMap | None = None
         self._costs = DecodeCosts(self.executor.device.type)
         self._busy, self._loading = threading.Lock(), threading.Lock()
 
@@ -87,9 +92,9 @@ class Engine:
             yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
             texts = yield from self._read_prompts(telemetry, request)
             seen = yield from self._see_image(telemetry, request, image)
-            latents = yield from self._denoise(telemetry, request, texts, seen, cancel)
+            latents = yield from self._denoise(telemetry, request, texts, seen, folder, cancel)
             notes = self._notes(request, texts)
-            notes["latents_sha256"] = save_latents(folder / record.LATENTS_NAME, latents, record.tags(notes))
+            notes["latents_sha256"] = save_latents(folder / "latents.safetensors", latents, record.tags(notes))
             yield from self._deliver(telemetry, latents, request.decode, folder, notes, cancel)
 
     def decode(
@@ -165,11 +170,20 @@ class Engine:
                 if self._rates is None:
                     self._rates = self.executor.measure(self.preset)
                     self._costs.learn(self.decoder(self.preset.decode), self._rates.voxels, 1.0)
+                if self._preview_map is None and settings.preview == "on":
+                    self._preview_map = self._fit_preview()
             except Exception as error:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 self._readiness = Readiness("failed", words)
                 raise
             self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
+
+    def _fit_preview(self) -> LinearMap | None:
+        try:
+            return self.executor.preview_map()
+        except Exception:  # videos are made without previews as well
+            log.exception("there is no map for previews")
+            return None
 
     def readiness(self) -> Readiness:
         """How far loading is."""
@@ -212,7 +226,7 @@ class Engine:
     def close(self) -> None:
         """Give back every byte."""
         self.executor.close()
-        self._rates = None
+        self._rates = self._preview_map = None
         self._costs = DecodeCosts(self.executor.device.type)
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
@@ -244,15 +258,22 @@ class Engine:
         request: Request,
         texts: tuple[TextEmbedding, TextEmbedding | None],
         condition: torch.Tensor,
+        folder: Path,
         cancel: threading.Event,
     ) -> Run[torch.Tensor]:
         shape = (1, *latent_shape(request.frames, request.height, request.width))
         noise = draw_noise(request.seed, shape)
+        wanted = request.denoise.preview == "on"
+        if wanted and self._preview_map is None:
+            yield Warned("There are no previews of this video, which is not affected; the log says why.")
+        previews = Previews(self._preview_map if wanted else None, folder, self.preset.fps)
         yield StageStarted("denoise", request.steps)
         with telemetry.stage("denoise") as stage:
             for step in self.executor.denoise(request, texts, condition, noise, cancel):
+                telemetry.step_took(step.seconds)
                 # The first step also warms caches up, so the newest is the better guide.
                 yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * step.seconds)
+                yield from previews.after(step)
         yield StageEnded("denoise", stage.seconds, stage.peaks)
         self._learn_denoise(request, stage.seconds)
         return step.latents
@@ -276,7 +297,7 @@ class Engine:
         stats = record.stats(notes | size, telemetry.summary(), video)
         try:
             record.keep_last_frame(folder, writer.last)
-            record.write_json(folder / record.STATS_NAME, stats)
+            record.write_json(folder / "stats.json", stats)
         except ResourceError as unwritten:
             yield Warned(f"The video is whole, its figures or its last frame are not kept. {unwritten}")
         yield VideoFinished(video, error is not None, stats)

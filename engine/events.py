@@ -41,6 +41,15 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class PreviewReady:
+    """After step `step` of `steps` there is a small animated picture of where the video goes. path: a WebP file."""
+
+    step: int
+    steps: int
+    path: Path
+
+
+@dataclass(frozen=True)
 class FramesReady:
     """frames: uint8 [t, height, width, 3], valid until the second chunk after this one; start: index of the first."""
 
@@ -102,6 +111,7 @@ Event = (
     StageStarted
     | StageEnded
     | StepDone
+    | PreviewReady
     | FramesReady
     | Warned
     | VideoFinished

@@ -21,6 +21,7 @@ from engine.estimate import Rates, request_flops, request_voxels
 from engine.latents import folder_hash
 from engine.noise import draw_noise
 from engine.preset import Preset
+from engine.preview import LinearMap, map_for
 from engine.prompt import TextEmbedding
 from engine.request import Request
 from engine.schedule import build_scheduler
@@ -135,6 +136,10 @@ class LocalExecutor:
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
         """Frames of normalised latents fp32 [1, 48, F, h, w], chunk by chunk on the host."""
         return decode(self.vae, latents.to(self.device), settings, cancel)
+
+    def preview_map(self) -> LinearMap:
+        """Latents to small pictures, fitted to the VAE the first time that these weights are seen."""
+        return map_for(self.vae, self.vae_hash)
 
     def float_frames(
         self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event

@@ -10,6 +10,7 @@ from engine.errors import RequestError, listed, shown
 
 Precision = Literal["auto", "fp32", "bf16"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+Switch = Literal["on", "off"]
 DecodePath = Literal["auto", "plain", "reference"]
 
 
@@ -42,10 +43,12 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DenoiseSettings(_Checked):
-    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU)."""
+    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); preview: small pictures of where
+    the video goes, every few steps."""
 
     user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
+    preview: Switch = "on"
 
 
 @dataclass(frozen=True)

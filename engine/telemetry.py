@@ -12,6 +12,8 @@ import psutil
 import torch
 
 SAMPLE_SECONDS = 0.2
+# Of what is kept to be drawn: two a second, and at most so many; then every other one goes and the rest lie wider.
+KEPT_SECONDS, MOST_KEPT = 0.5, 480
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,33 @@ class StageRecord:
     peaks: dict[str, int] = field(default_factory=dict)
 
 
+class Series:
+    """Bytes over time, by "host" and device name, in a bounded number of samples at about equal distances."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.values: list[dict[str, int]] = []
+        self.apart = KEPT_SECONDS
+
+    def add(self, moment: float, values: dict[str, int]) -> None:
+        """Keep a sample unless the last one is too near."""
+        if self.times and moment - self.times[-1] < self.apart:
+            return
+        if len(self.times) == MOST_KEPT:
+            self.times, self.values, self.apart = self.times[::2], self.values[::2], 2 * self.apart
+        self.values.append(values)
+        self.times.append(moment)
+
+    def to_json(self) -> dict[str, list]:
+        """`seconds`, and one list of bytes a device; None where a device was not there yet."""
+        times, values = list(self.times), self.values[: len(self.times)]
+        names = sorted({name for sample in values for name in sample})
+        return {
+            "seconds": [round(moment, 2) for moment in times],
+            **{name: [sample.get(name) for sample in values] for name in names},
+        }
+
+
 class Telemetry:
     """Follows one request: a sampler thread watches memory, `stage` times the stages.
 
@@ -84,8 +113,10 @@ class Telemetry:
         self.device = device
         self.stages: list[StageRecord] = []
         self.first_frame: float | None = None
+        self.steps: list[float] = []
+        self.memory = Series()
         self._zero = time.perf_counter()
-        self._done = threading.Event()
+        self._done, self._lock = threading.Event(), threading.Lock()
         self._sampler = threading.Thread(target=self._sample, name="memory-sampler", daemon=True)
 
     def __enter__(self) -> Telemetry:
@@ -109,40 +140,50 @@ class Telemetry:
             torch.cuda.reset_peak_memory_stats(self.device)
         record = StageRecord(name, self.elapsed)
         self.stages.append(record)
-        self._note(record, memory_now())
+        self._look(record)
         try:
             yield record
         finally:
             synchronize(self.device)
             record.seconds = self.elapsed - record.started
-            self._note(record, memory_now())
+            self._look(record)
 
     def frame_arrived(self) -> None:
         """Note the first frame's arrival on the host; later calls change nothing."""
         if self.first_frame is None:
             self.first_frame = self.elapsed
 
+    def step_took(self, seconds: float) -> None:
+        """Note a denoising step."""
+        self.steps.append(seconds)
+
     def summary(self) -> dict:
-        """Everything as JSON values."""
+        """Everything as JSON values; may be asked for while the request runs. step_seconds: of every denoising step;
+        memory: bytes over time, of this process on the host and of live tensors on each device."""
         return {
             "seconds": self.elapsed,
             "seconds_to_first_frame": self.first_frame,
             "stages": [asdict(stage) for stage in self.stages],
             "peak_bytes": self._peaks(),
+            "step_seconds": [round(seconds, 4) for seconds in self.steps],
+            "memory": self.memory.to_json(),
         }
 
     def _peaks(self) -> dict[str, int]:
-        names = {name for stage in self.stages for name in stage.peaks}
-        return {name: max(stage.peaks.get(name, 0) for stage in self.stages) for name in sorted(names)}
+        stages = list(self.stages)
+        names = {name for stage in stages for name in stage.peaks}
+        return {name: max(stage.peaks.get(name, 0) for stage in stages) for name in sorted(names)}
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):
             running = [stage for stage in self.stages if stage.seconds is None]
             if running:
-                self._note(running[-1], memory_now())
+                self._look(running[-1])
 
-    @staticmethod
-    def _note(record: StageRecord, memory: Memory) -> None:
-        seen = {"host": memory.host} | {device.name: device.peak for device in memory.devices}
-        for name, value in seen.items():
-            record.peaks[name] = max(record.peaks.get(name, 0), value)
+    def _look(self, record: StageRecord) -> None:
+        memory = memory_now()
+        peaks = {"host": memory.host} | {device.name: device.peak for device in memory.devices}
+        now = {"host": memory.host} | {device.name: device.allocated for device in memory.devices}
+        with self._lock:  # the sampler and the request's own thread both look
+            record.peaks |= {name: max(record.peaks.get(name, 0), value) for name, value in peaks.items()}
+            self.memory.add(self.elapsed, now)

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # imports Triton. It is set for every test: nothing but those tests may ever go through the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests keep is not kept in the user's own cache."""
+    before = os.environ.get("ENGINE_CACHE")
+    os.environ["ENGINE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.pop("ENGINE_CACHE")
+    if before is not None:
+        os.environ["ENGINE_CACHE"] = before
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,8 @@ def test_the_figures_add_up(engine, tmp_path):
     assert sum(stage["seconds"] for stage in stats["stages"]) <= stats["seconds"]
     decode = stats["stages"][3]
     assert decode["started"] <= stats["seconds_to_first_frame"] <= decode["started"] + decode["seconds"]
+    assert len(stats["step_seconds"]) == 2 and sum(stats["step_seconds"]) <= stats["stages"][2]["seconds"] + 1e-3
+    assert max(stats["memory"]["host"]) <= stats["peak_bytes"]["host"]
     assert stats["peak_bytes"]["host"] > 0 and stats["file_bytes"] == (tmp_path / "video.mp4").stat().st_size
     assert stats["request"]["seed"] == 7 and stats["decode"]["path"] == "plain" and stats["decode"]["reason"]
     assert stats["decode_frames_per_second"] == pytest.approx(9 / decode["seconds"])
