@@ -6,7 +6,12 @@ It computes what `AutoencoderKLWan.decode` of diffusers computes, over the same 
 * the history of the causal convolutions is in a `DecoderState` made for one request, by layer name, never in a module;
 * activations are [frames, height, width, channels], so a frame is one block of memory and norms read rows;
 * "double the size, then 3 x 3" is four 2 x 2 convolutions on the small image (4/9 of the multiplications), and the pass
-  that puts the four together also adds the level's shortcut, which is therefore never written out.
+  that puts the four together also adds the level's shortcut, which is therefore never written out;
+* a device may have only a band of each frame's rows: `Rows` of the state brings it the rows beside its own.
+
+In fp32 on a CPU a band of rows has the bytes that the whole frame has there, on any number of threads. oneDNN sums in
+an order that does not depend on the number of rows, tried over hundreds of shapes, but for one kind: 3 x 3 x 3 over 128
+channels or more with AVX-512, so wide layers go row by row. The CPU's matrix products do depend on it: not used.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.bands import Rows
 from engine.errors import CheckpointError
 
 HISTORY = 2  # frames that a kernel of three frames looks back
 # Bytes of one activation that a level hands to the next. Small on a CPU, so that it stays in the last level of cache.
 SLICE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
+ONE_ORDER = 64  # input channels up to which oneDNN was never seen to change its order of summation with the shape
 REQUIRED = {
     "z_dim": 48,
     "is_residual": True,
@@ -50,9 +57,10 @@ def check_supported(vae: nn.Module) -> None:
 
 class DecoderState:
     """What one request remembers between passes: for each causal convolution its last two input frames, and which
-    levels have had their first frame. Drop it and nothing is left of the request."""
+    levels have had their first frame. Drop it and nothing is left of the request. rows: those that this device has."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Rows | None = None) -> None:
+        self.rows = rows or Rows()
         self.history: dict[str, Tensor] = {}
         self.started: set[str] = set()
 
@@ -63,9 +71,11 @@ class DecoderState:
         self.started.add(name)
         return True
 
-    def extend(self, name: str, frames: int, like: Tensor) -> Tensor:
-        """A new [2 + frames, ...] whose first two are the history of `name` (zeros at the start)."""
-        buffer = like.new_empty(HISTORY + frames, *like.shape[1:])
+    def extend(self, name: str, x: Tensor, halo: int) -> Tensor:
+        """A new [2 + t, halo + h + halo, w, c] for x [t, h, w, c]: two frames of history of `name` (zeros at the
+        start), then room for x."""
+        t, h, w, c = x.shape
+        buffer = x.new_empty(HISTORY + t, h + 2 * halo, w, c)
         if name in self.history:
             buffer[:HISTORY] = self.history[name]
         else:
@@ -80,17 +90,30 @@ class DecoderState:
             self.history[name] = buffer[-HISTORY:].clone()
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
-    """x [t, h, w, c] with weight [o, c, kt, kh, kw]; zeros around each frame, none before or after in time."""
-    volume = x.unsqueeze(0).permute(0, 4, 1, 2, 3)  # in this order the strides still say channels last
-    pad = [0, padding, padding]
-    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.enabled and x.numel():
-        # conv3d sends volumes of few channels and frames to a path that is eight times slower than oneDNN's.
-        # Winograd along time was measured above it: 1.0x at 16 channels, 1.5x at 64, for ten times the error. Not used.
-        y = torch.mkldnn_convolution(volume, weight, bias, pad, [1, 1, 1], [1, 1, 1], 1)
-    else:
-        y = F.conv3d(volume, weight, bias, padding=pad)
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """x [t, h, w, c] with weight [o, c, kt, kh, kw]; so many zeros around each frame, none before or after in time."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.backends.mkldnn.enabled or not x.numel():
+        y = F.conv3d(_volume(x), weight, bias, padding=[0, rows, columns])
+        return y.squeeze(0).permute(1, 2, 3, 0).contiguous()
+    kernel = weight.shape[2:]
+    if x.shape[-1] <= ONE_ORDER or kernel.numel() == 1:
+        return _one_dnn(x, weight, bias, rows, columns)
+    x = F.pad(x, (0, 0, 0, 0, rows, rows))
+    above = kernel[1] - 1
+    lines = [_one_dnn(x[:, i : i + 1 + above], weight, bias, 0, columns) for i in range(x.shape[1] - above)]
+    return torch.cat(lines, dim=1)
+
+
+def _one_dnn(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    # conv3d sends volumes of few channels and frames to a path that is eight times slower than oneDNN's.
+    # Winograd along time was measured above it: 1.0x at 16 channels, 1.5x at 64, for ten times the error. Not used.
+    y = torch.mkldnn_convolution(_volume(x), weight, bias, [0, rows, columns], [1, 1, 1], [1, 1, 1], 1)
     return y.squeeze(0).permute(1, 2, 3, 0).contiguous()
+
+
+def _volume(x: Tensor) -> Tensor:
+    """[t, h, w, c] as [1, c, t, h, w]; in this order the strides still say channels last."""
+    return x.unsqueeze(0).permute(0, 4, 1, 2, 3)
 
 
 class Norm:
@@ -117,13 +140,19 @@ class CausalConv:
 
     def __call__(self, x: Tensor, state: DecoderState, norm: Norm | None = None) -> Tensor:
         """x [t, h, w, c] -> [t, h, w, o], of silu(norm(x)) if a norm is given."""
-        buffer = state.extend(self.name, len(x), x)
-        if norm is None:
-            buffer[HISTORY:] = x
-        else:
-            F.silu(norm.into(buffer[HISTORY:], x), inplace=True)
+        rows = state.rows if self.padding else Rows()
+        buffer = state.extend(self.name, x, rows.halo)
+
+        def write(a: int, b: int) -> None:
+            out = buffer[HISTORY:, rows.halo + a : rows.halo + b]
+            if norm is None:
+                out.copy_(x[:, a:b])
+            else:
+                F.silu(norm.into(out, x[:, a:b]), inplace=True)
+
+        rows.fill(buffer[HISTORY:], write)
         state.remember(self.name, buffer)
-        return _convolve(buffer, self.weight, self.bias, self.padding)
+        return _convolve(buffer, self.weight, self.bias, rows.pad * self.padding, self.padding)
 
 
 def _weights(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,6 +169,8 @@ class Pointwise:
         self.bias = module.bias.detach().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":  # as fast as the product, and the same bytes for any number of rows
+            return _convolve(x, self.weight[:, :, None, None, None], self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -160,17 +191,19 @@ class ResidualBlock:
 
 
 class Attention:
-    """One head over the pixels of each frame, plus the input."""
+    """One head over the pixels of each frame, plus the input. It needs the whole frame; computed by every device that
+    has a band of it, because it is a thousandth of the work."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.norm = Norm(module.norm, dtype)
         self.qkv, self.out = Pointwise(module.to_qkv, dtype), Pointwise(module.proj, dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = self.norm.into(torch.empty_like(x), x).flatten(1, 2).unsqueeze(1)
-        q, k, v = self.qkv(rows).chunk(3, dim=-1)
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        frame = rows.gather(x)
+        pixels = self.norm.into(torch.empty_like(frame), frame).flatten(1, 2).unsqueeze(1)
+        q, k, v = self.qkv(pixels).chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v)
-        return self.out(y).view_as(x).add_(x)
+        return rows.take(self.out(y).view_as(frame)).add(x)
 
 
 class Upsampler:
@@ -196,19 +229,22 @@ class Upsampler:
         t, h, w, _ = y.shape
         out = y.new_empty(alone + (t - alone) * self.factor, 2 * h, 2 * w, self.out_channels)
         if alone:
-            self._enlarge(y[:1], source[:1], out[:1])
+            self._enlarge(y[:1], source[:1], out[:1], state.rows)
             y, source = y[1:], source[1:]
         if len(y):
             pairs = y if self.time is None else self.time(y, state)
             doubled = out[alone:].unflatten(0, (-1, self.factor))
             for phase, part in enumerate(pairs.chunk(self.factor, dim=-1)):
-                self._enlarge(part.contiguous(), source, doubled[:, phase])
+                self._enlarge(part.contiguous(), source, doubled[:, phase], state.rows)
         return out
 
-    def _enlarge(self, y: Tensor, source: Tensor, out: Tensor) -> None:
+    def _enlarge(self, y: Tensor, source: Tensor, out: Tensor, rows: Rows) -> None:
         """out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + the shortcut's channels."""
-        _, h, w, _ = y.shape
-        z = _convolve(y, self.weight, self.bias, padding=1)
+        t, h, w, c = y.shape
+        if rows.halo:
+            inner, y = y, y.new_empty(t, h + 2 * rows.halo, w, c)
+            rows.fill(y, lambda a, b: y[:, rows.halo + a : rows.halo + b].copy_(inner[:, a:b]))
+        z = _convolve(y, self.weight, self.bias, rows.pad, 1)
         for p, q in ((0, 0), (0, 1), (1, 0), (1, 1)):
             k = 2 * p + q
             phase = z[:, p : p + h, q : q + w, k * self.out_channels : (k + 1) * self.out_channels]
@@ -286,7 +322,7 @@ class StreamDecoder:
         self.head = Head(decoder, dtype)
 
     def run(self, latents: Tensor, state: DecoderState) -> Iterator[Tensor]:
-        """Decode the next latent frames [48, f, h, w] (denormalised, dtype and device of the decoder).
+        """Decode the next latent frames [48, f, h, w] (denormalised, the decoder's dtype and device; our rows).
 
         Yields the frames in order as pieces [t, 8h, 8w, 12], unclamped; the 12 channels are not yet spread to pixels.
         Take all pieces of one pass before the next pass begins.
@@ -295,7 +331,7 @@ class StreamDecoder:
         x = self.conv_in(x, state)
         x = self.mid[0](x, state)
         for attention, block in zip(self.attentions, self.mid[1:], strict=True):
-            x = block(attention(x), state)
+            x = block(attention(x, state.rows), state)
         yield from self._climb(x, state, 0)
 
     def _climb(self, x: Tensor, state: DecoderState, level: int) -> Iterator[Tensor]:
@@ -304,6 +340,6 @@ class StreamDecoder:
             yield self.head(x, state)
             return
         block = self.levels[level]
-        size = block.frame_bytes(x.shape[1], x.shape[2], x.element_size())
+        size = block.frame_bytes(state.rows.height(x.shape[1]), x.shape[2], x.element_size())
         for part in x.split(max(1, self.slice_bytes // size)):
             yield from self._climb(block(part, state), state, level + 1)

@@ -188,7 +188,7 @@ def test_another_layout_is_refused_in_words(vae, key, value):
 def test_four_phases_equal_doubling_then_convolving():
     weight, x = torch.randn(5, 3, 3, 3), torch.randn(2, 3, 4, 6)
     expected = F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest-exact"), weight, padding=1)
-    z = _convolve(x.permute(0, 2, 3, 1).contiguous(), _four_phases(weight), torch.zeros(20), padding=1)
+    z = _convolve(x.permute(0, 2, 3, 1).contiguous(), _four_phases(weight), torch.zeros(20), 1, 1)
     for p in (0, 1):
         for q in (0, 1):
             k = 5 * (2 * p + q)
@@ -210,7 +210,7 @@ class Copies(TorchDispatchMode):
 def test_the_fast_convolution_keeps_the_layout(frames):
     x, weight = torch.randn(frames, 4, 6, 16), torch.randn(16, 16, 3, 3, 3)
     with Copies() as copies:
-        y = _convolve(x, weight, torch.zeros(16), padding=1)
+        y = _convolve(x, weight, torch.zeros(16), 1, 1)
     assert y.is_contiguous() and copies.made == 0
 
 
