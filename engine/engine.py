@@ -94,7 +94,7 @@ class Engine:
             seen = yield from self._see_image(telemetry, request, image)
             latents = yield from self._denoise(telemetry, request, texts, seen, folder, cancel)
             notes = self._notes(request, texts)
-            notes["latents_sha256"] = save_latents(folder / "latents.safetensors", latents, record.tags(notes))
+            notes["latents_sha256"] = save_latents(folder / record.LATENTS_NAME, latents, record.tags(notes))
             yield from self._deliver(telemetry, latents, request.decode, folder, notes, cancel)
 
     def decode(
@@ -297,7 +297,7 @@ class Engine:
         stats = record.stats(notes | size, telemetry.summary(), video)
         try:
             record.keep_last_frame(folder, writer.last)
-            record.write_json(folder / "stats.json", stats)
+            record.write_json(folder / record.STATS_NAME, stats)
         except ResourceError as unwritten:
             yield Warned(f"The video is whole, its figures or its last frame are not kept. {unwritten}")
         yield VideoFinished(video, error is not None, stats)

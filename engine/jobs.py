@@ -10,15 +10,19 @@ import copy
 import logging
 import queue
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.errors import Cancelled, EngineError, RequestError
+from engine import store
+from engine.condition import open_image
+from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
-from engine.job import CompareState, Generates, Job, JobState, Status
+from engine.job import CompareState, DecodeRequest, Generates, Job, JobState, Status, new_job
+from engine.record import keep_image
 from engine.request import Request
 from engine.sides import CompareRequest, drop_raw
 
@@ -31,31 +35,60 @@ RAW_KEPT = 4
 class Jobs:
     """Submits jobs to one worker thread, in the order in which they came.
 
-    engine: makes the videos; outputs: every job gets a folder of its own below it.
+    engine: makes the videos; outputs: every job gets a folder of its own below it, and those that are there already
+    are found again. Raises ResourceError if the folder can't be written to or is another server's.
     """
 
     def __init__(self, engine: Generates, outputs: Path) -> None:
         self.engine = engine
         self.outputs = outputs
-        self._states: dict[str, Job] = {}
+        self._lock = store.lock(outputs)
+        self._states: dict[str, Job] = {job.id: job for job in store.load_all(outputs)}
         self._cancels: dict[str, threading.Event] = {}
         self._changed = threading.Condition()
+        self._closing = False
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._worker.start()
 
-    def submit(self, request: Request | CompareRequest, parent: str | None = None, group: str | None = None) -> str:
-        """Queue a checked request; returns the job's id at once. parent, group: see `Job`."""
-        job = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
-        kind = CompareState if isinstance(request, CompareRequest) else JobState
+    def submit(
+        self, request: Request | DecodeRequest | CompareRequest, parent: str | None = None, group: str | None = None
+    ) -> str:
+        """Queue a checked request; returns the job's id at once. The folder is there then, with the first frame in it.
+
+        parent, group: see `Job`. Raises ResourceError if the folder can't be written, RequestError for a picture or
+        latents that can't be read.
+        """
+        name = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
+        job = new_job(request, id=name, folder=self.outputs / name, parent=parent, group=group)
+        self._furnish(job, request)
         with self._changed:
-            self._states[job] = kind(id=job, request=request, folder=self.outputs / job, parent=parent, group=group)
-            self._cancels[job] = threading.Event()
+            self._states[name] = job
+            self._cancels[name] = threading.Event()
             over = [state for state in self._states.values() if isinstance(state, CompareState) and state.over]
         for state in sorted(over, key=lambda state: state.created)[: 1 - RAW_KEPT]:
             drop_raw(state.folder)
-        self._waiting.put(job)
-        return job
+        self._waiting.put(name)
+        return name
+
+    @staticmethod
+    def _furnish(job: Job, request: Request | DecodeRequest | CompareRequest) -> None:
+        """Make the job's folder, with what may be gone by the time that it runs: uploads are kept for a day."""
+        try:
+            job.folder.mkdir(parents=True)
+            if isinstance(request, Request) and request.image is not None:
+                job.request = keep_image(job.folder, request, open_image(request.image))
+            if isinstance(request, DecodeRequest) and request.source is None:
+                shutil.copyfile(request.latents, job.latents)
+            store.save(job)
+        except (OSError, EngineError) as error:
+            shutil.rmtree(job.folder, ignore_errors=True)
+            if isinstance(error, EngineError):
+                raise
+            raise ResourceError(
+                f"The output folder {job.folder} can't be written to ({error}). Make it writable and see that its disk "
+                "is not full, or choose another one (ENGINE_OUTPUTS)."
+            ) from error
 
     def snapshot(self, job: str) -> JobState | None:
         """A video's job as it is now, or None if the id is unknown or that of a comparison."""
@@ -70,7 +103,8 @@ class Jobs:
             state = self._states.get(job) if isinstance(job, str) else None
             if not isinstance(state, kind):
                 return None
-            found = copy.deepcopy(state)
+            # What is over never changes; of that a new outside is enough.
+            found = copy.copy(state) if state.over else copy.deepcopy(state)
             found.position = self._position(state)
             return found
 
@@ -78,10 +112,13 @@ class Jobs:
         """Stop a job within one step or chunk; what is decoded by then stays."""
         with self._changed:
             state = self._state(job)
+            if state.over:
+                return
             state.stopping = True
             self._cancels[job].set()
             if state.status == "queued":
-                state.status, state.error, state.ended = "stopped", "Stopped before it began.", time.time()
+                state.end("stopped", "Stopped before it began.")
+                self._save(state)
             self._changed.notify_all()
 
     def follow(self, job: str, seconds: float = 0.5) -> Iterator[Any]:
@@ -112,6 +149,11 @@ class Jobs:
         """Snapshots of all videos' jobs, the newest first."""
         return self._all(JobState)
 
+    def going_on_from(self, job: str) -> list[JobState]:
+        """Snapshots of the videos that go on from a job, in the order in which they were asked for."""
+        found = [state for state in self.recent() if state.parent == job]
+        return sorted(found, key=lambda state: state.created)
+
     def of_group(self, group: str) -> list[JobState]:
         """Snapshots of the videos that were asked for together, in the order in which they were."""
         found = [state for state in self.recent() if state.group == group]
@@ -127,16 +169,19 @@ class Jobs:
         return [self._snapshot(name) for name in names]
 
     def close(self) -> None:
-        """Stop what runs, forget what waits, end the worker."""
+        """Stop what runs, leave what waits to be found as interrupted, end the worker."""
         with self._changed:
+            self._closing = True
             for cancel in self._cancels.values():
                 cancel.set()
         self._waiting.put(None)
         self._worker.join()
+        if self._lock:
+            self._lock.close()
 
     def _state(self, job: str) -> Job:
         if job not in self._states:
-            raise RequestError(f"There is no job {job!r} here. It may be older than the last start of the server.")
+            raise RequestError(f"There is no job {shown(job)} here. It may have been deleted.")
         return self._states[job]
 
     def _position(self, state: Job) -> int:
@@ -146,7 +191,7 @@ class Jobs:
         return sum(other.status == "running" or other.created < state.created for other in before)
 
     def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (job := self._waiting.get()) is not None and not self._closing:
             if self._begin(self._states[job]):
                 self._run(self._states[job], self._cancels[job])
 
@@ -156,6 +201,7 @@ class Jobs:
             if state.over:
                 return False
             state.status, state.started = "running", time.time()
+            self._save(state)
             self._changed.notify_all()
             return True
 
@@ -163,10 +209,22 @@ class Jobs:
         status, error = self._drive(state, cancel)
 
         def end() -> None:
-            state.ended, state.error = time.time(), error
-            state.status = "stopped" if status == "finished" and state.partial else status
+            ended = "stopped" if status == "finished" and state.partial else status
+            if self._closing and ended == "stopped":
+                state.end("interrupted", f"The server ended while this was made. {state.rest()}")
+            else:
+                state.end(ended, error)
+            self._save(state)
 
         self._update(state, end)
+
+    def _save(self, state: Job) -> None:
+        """Write down what a job is. One that can't be written goes on: its video is worth more than its record."""
+        try:
+            store.save(state)
+        except ResourceError as error:
+            log.error("job %s: %s", state.id, error)
+            state.warnings.append(f"This job may be missing after the next start of the server. {error}")
 
     def _drive(self, state: Job, cancel: threading.Event) -> tuple[Status, str | None]:
         try:

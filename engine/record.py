@@ -21,6 +21,7 @@ from engine.video import thumbnail
 
 log = logging.getLogger(__name__)
 
+IMAGE_NAME, LATENTS_NAME, STATS_NAME = "image.png", "latents.safetensors", "stats.json"
 # H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
 VIDEO_SHARE = 0.2
 SPARE_BYTES = 200 * 2**20
@@ -36,15 +37,21 @@ def prepare_folder(folder: Path, request: Request, image: Image.Image | None) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _require_disk(folder, request)
-        if image is not None:
-            image.save(folder / "image.png")
-            request = dataclasses.replace(request, image=folder / "image.png")
+        request = keep_image(folder, request, image)
         _replace(folder / "request.json", request.to_json())
     except OSError as error:
         raise ResourceError(
             f"The output folder {folder} can't be written to ({error}). Make it writable, or choose another one "
             "(ENGINE_OUTPUTS)."
         ) from error
+
+
+def keep_image(folder: Path, request: Request, image: Image.Image | None) -> Request:
+    """Write the opened first frame into the job's folder; returns the request with it."""
+    kept = folder / IMAGE_NAME
+    if image is not None and request.image != kept:
+        image.save(kept)
+    return dataclasses.replace(request, image=kept if image is not None else None)
 
 
 def _require_disk(folder: Path, request: Request) -> None:

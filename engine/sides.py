@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -72,6 +72,23 @@ class CompareRequest:
     b: DecodeSettings
     frames: int | None = None
     source: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; of a file only the name, since its folder may be moved."""
+        kept = {name: dataclasses.asdict(getattr(self, name)) for name in SIDES}
+        random = isinstance(self.latents, RandomLatents)
+        latents = dataclasses.asdict(self.latents) if random else self.latents.name
+        return {"latents": latents, **kept, "frames": self.frames, "source": self.source}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CompareRequest:
+        """What `to_json` gave, to be shown. It can run again only if its latents are random."""
+        latents = values["latents"]
+        where = Path(latents).name if isinstance(latents, str) else None
+        sides = {name: DecodeSettings.from_dict(values[name]) for name in SIDES}
+        return cls(
+            Path(where) if where else RandomLatents(**latents), **sides, **{k: values[k] for k in ("frames", "source")}
+        )
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,26 @@ def _colours(text: str) -> tuple[str, str, str, str]:
     return color_range, matrix, primaries, transfer
 
 
+def rescue(folder: Path) -> Path | None:
+    """Make `video.mp4` of the live file of a writer that is gone, as far as it plays; returns its path, None if there
+    is no live file. Raises MediaError if nothing of it can be played."""
+    live, final = folder / LIVE_NAME, folder / FINAL_NAME
+    if not live.is_file():
+        return None
+    # Not the writer's name for it: its ffmpeg may outlive it for a moment.
+    part = folder / "rescued.mp4.part"
+    source = ["-y", "-loglevel", "error", "-f", "mov", "-i", f"file:{live}", "-map", "0:v:0", "-c", "copy"]
+    try:
+        done = ffmpeg.run([*source, "-movflags", "+faststart", "-f", "mp4", f"file:{part}"], seconds=60)
+        if done.returncode:
+            raise MediaError(f"{live.name} can't be read: {ffmpeg.last_lines(done.stderr)}.")
+        probe(part)
+    except MediaError:
+        part.unlink(missing_ok=True)
+        raise
+    return part.replace(final)
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings that VideoWriter put into an mp4. Raises MediaError if it is none or holds no settings."""
     _check_exists(path)

@@ -172,6 +172,7 @@ class Double:
             video = writer.close(partial)
             yield StageEnded("file", 0.1)
         stats = self._stats(request, done, video, seconds, first, time.perf_counter() - began)
+        record.write_json(folder / "stats.json", stats)
         yield VideoFinished(video, partial, stats)
 
     def _stats(self, request: Request, frames: int, video: Path, decode: float, first: float, total: float) -> dict:

@@ -89,12 +89,12 @@ def _side_row(name: str, state: CompareState) -> tuple[str, str, str, float]:
     label, ended = f"Side {name.upper()}", state.sides.get(name)
     if ended:
         return label, "failed" if ended["error"] else "done", "" if ended["error"] else _seconds(ended), 1.0
-    if state.side != name:
-        return label, "todo", "", 0.0
     stage = state.stage
+    if state.side != name or stage is None:
+        return label, "todo", "", 0.0
     before, weight = SHARES.get(stage.name, (0.0, 0.0))
     share = before + weight * (stage.done / stage.total if stage.total else 0.0)
-    phase = state.status if state.status in ("failed", "stopped") else "now"
+    phase = "now" if not state.over else "failed" if state.status == "failed" else "stopped"
     return label, phase, f"{stage.done} of {stage.total}" if stage.total else "", share
 
 
@@ -104,7 +104,7 @@ def sentence(state: CompareState) -> str:
         waits = f"{words.counted(state.position, 'job')} before it" if state.position else "it is next"
         return f"Waiting in the queue: {waits}."
     if state.over:
-        end = {"finished": "Compared", "stopped": "Stopped", "failed": "Failed"}[state.status]
+        end = "Compared" if state.status == "finished" else state.status.capitalize()
         return f"{end} after {words.duration(state.elapsed)}."
     stage = state.stage
     if stage is None or stage.name == "load":
@@ -118,7 +118,7 @@ def sentence(state: CompareState) -> str:
 def messages(state: CompareState) -> str:
     """What went wrong, with one side or with the whole."""
     texts = [f"Side {name.upper()}: {figures['error']}" for name, figures in state.sides.items() if figures["error"]]
-    if state.error and state.status == "failed":
+    if state.error and state.status in ("failed", "interrupted"):
         texts = [state.error]
     return "".join(f'<p class="message error" role="alert">{escape(text)}</p>' for text in texts)
 

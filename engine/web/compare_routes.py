@@ -18,7 +18,7 @@ from engine.job import CompareState
 from engine.sides import RAW_NAME, SIDES
 
 FindComparison = Callable[[str], CompareState | None]
-NO_COMPARISON = "There is no such comparison here. It may be older than the last start of the server."
+NO_COMPARISON = "There is no such comparison here. It may have been deleted."
 # Frames of a job never change.
 CACHED = {"Cache-Control": "private, max-age=3600"}
 

@@ -114,9 +114,9 @@ class CompareTab:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
         try:
             request, _ = self._read(values).request(self.engine, self.jobs.outputs)
+            job = self.jobs.submit(request)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
-        job = self.jobs.submit(request)
         return {self.job: job} | self.look({**values, self.job: job})
 
     def _read(self, values: Values) -> CompareForm:

@@ -179,9 +179,9 @@ class GenerateTab:
         try:
             request = self._read(values).request(self.preset)
             self.engine.decoder(request.decode)
+            job = self.jobs.submit(request)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
-        job = self.jobs.submit(request)
         return {self.job: job, self.fields["seed"]: request.seed} | self.look({**values, self.job: job})
 
     def _read(self, values: Values) -> Form:

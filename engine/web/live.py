@@ -41,7 +41,7 @@ def live_router(find_job: Callable[[str], LiveSource | None]) -> APIRouter:
         # The id is only ever a key among the jobs that are known; paths come from the job itself.
         source = find_job(job) if JOB_NAME.fullmatch(job) else None
         if source is None:
-            return _say(404, "There is no such job here. It may be older than the last start of the server.")
+            return _say(404, "There is no such job here. It may have been deleted.")
         return _answer(source, request)
 
     return router

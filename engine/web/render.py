@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.engine import Readiness
 from engine.estimate import Estimate
-from engine.events import STAGES, Stage
+from engine.events import Stage
 from engine.job import JobState, StageState
 from engine.request import Request
 from engine.telemetry import Memory
@@ -70,7 +70,7 @@ def player(state: JobState, fps: int, poster: bool = False) -> str:
     The element only changes its attributes from one snapshot to the next, so that it goes on playing.
     """
     request = state.request
-    if state.first_frame_seconds is None:
+    if state.first_frame_seconds is None and state.video is None:
         return _canvas(request.height, request.width, _cleared(state), *_before_frames(state))
     address = f'src="live/{state.id}.mp4"' + (f' final="video/{state.id}.mp4"' if state.video else "")
     size = f'width="{request.width}" height="{request.height}" style="--ratio: {request.width} / {request.height}"'
@@ -87,6 +87,8 @@ def _cleared(state: JobState) -> float:
 def _before_frames(state: JobState) -> tuple[str, str]:
     if state.status == "failed":
         return "This one failed", "What went wrong stands below."
+    if state.status == "interrupted":
+        return "Interrupted", "What is left of it stands below."
     if state.over:
         return "Stopped", "There were no frames yet."
     if state.status == "queued":
@@ -102,8 +104,8 @@ def _before_frames(state: JobState) -> tuple[str, str]:
 def lost(job: str) -> str:
     """What to say of a job that this server doesn't know."""
     return (
-        f'<p class="message">The video {escape(job)} is not known here any more: the server may have been started '
-        "again since. What it left is in the outputs folder.</p>"
+        f'<p class="message">The video {escape(job)} is not known here. It may have been deleted, by somebody or to '
+        "make room.</p>"
     )
 
 
@@ -157,7 +159,7 @@ def _item(row: Row) -> str:
 def rows(state: JobState) -> list[Row]:
     """The stages that this job has or will have, the queue first."""
     known = {stage.name: stage for stage in state.stages}
-    shown = [name for name in STAGES if _is_shown(name, known.get(name), state.request)]
+    shown = [name for name in state.stages_to_come if _is_shown(name, known.get(name), state.request)]
     return [_queue_row(state), *(_stage_row(name, known.get(name), state) for name in shown)]
 
 
@@ -186,7 +188,7 @@ def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
         cut = stage.total is not None and 0 < stage.done < stage.total
         detail = f"{stage.done}/{stage.total}" if cut else words.duration(stage.seconds)
         return Row(LABELS[name], "stopped" if cut else "done", detail, share if cut else 1.0)
-    phase: Phase = state.status if state.status in ("failed", "stopped") else "now"
+    phase: Phase = "now" if not state.over else "failed" if state.status == "failed" else "stopped"
     detail = f"{stage.done}/{stage.total}" if stage.total else words.duration(stage.elapsed)
     # While it runs it is never shown as whole.
     return Row(LABELS[name], phase, detail, min(share, 0.99))
@@ -246,6 +248,8 @@ def _outcome(state: JobState) -> str:
     if state.status == "finished":
         first = state.first_frame_seconds
         return f"Done in {took}" + (f"; the first frame was there after {words.duration(first)}." if first else ".")
+    if state.status == "interrupted":
+        return "Interrupted: the server ended before it did."
     kept = f" What was decoded by then, {words.counted(_frames(state), 'frame')}, is kept." if state.video else ""
     if state.status == "failed":
         return f"Failed after {took}.{kept}" if state.started else "Failed."
@@ -276,7 +280,7 @@ def messages(warnings: Iterable[str], error: str | None = None) -> str:
 
 def of_job(state: JobState) -> str:
     """The messages of a job."""
-    return messages(state.warnings, state.error if state.status == "failed" else None)
+    return messages(state.warnings, state.error if state.status in ("failed", "interrupted") else None)
 
 
 def memory(now: Memory) -> str:

@@ -25,7 +25,7 @@ ASSETS = {
     "compare.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-NO_JOB = "There is no such job here. It may be older than the last start of the server."
+NO_JOB = "There is no such job here. It may have been deleted."
 
 
 def health_router(readiness: Callable[[], Readiness]) -> APIRouter:
