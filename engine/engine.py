@@ -112,7 +112,9 @@ class Engine:
         ):
             folder.mkdir(parents=True, exist_ok=True)
             yield from self._stage(telemetry, "load", self.load)
-            notes = {"latents": saved.metadata} | self._machine()
+            if saved.metadata.get("vae_sha256", self.executor.vae_hash) != self.executor.vae_hash:
+                yield Warned("These latents were made for another VAE than this one, so the picture may be wrong.")
+            notes = record.decode_notes(saved.metadata, settings) | self._machine()
             yield from self._deliver(telemetry, saved.tensor, settings, folder, notes, cancel)
 
     def compare(

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import store
+from engine import again, store
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
 from engine.job import CompareState, DecodeRequest, Generates, Job, JobState, Status, new_job
 from engine.record import keep_image
 from engine.request import Request
+from engine.settings import DecodeSettings
 from engine.sides import CompareRequest, drop_raw
 
 log = logging.getLogger(__name__)
@@ -71,13 +72,18 @@ class Jobs:
         self._waiting.put(name)
         return name
 
+    def decode_again(self, job: str, settings: DecodeSettings) -> str:
+        """Queue another decode of a video's latents; returns the new job's id at once. Errors as of `submit`."""
+        source = self.snapshot(job)
+        return self.submit(again.of_job(source, settings), parent=source and source.parent)
+
     @staticmethod
     def _furnish(job: Job, request: Request | DecodeRequest | CompareRequest) -> None:
         """Make the job's folder, with what may be gone by the time that it runs: uploads are kept for a day."""
         try:
             job.folder.mkdir(parents=True)
-            if isinstance(request, Request) and request.image is not None:
-                job.request = keep_image(job.folder, request, open_image(request.image))
+            if isinstance(job, JobState) and job.request.image is not None:
+                job.request = keep_image(job.folder, job.request, open_image(job.request.image))
             if isinstance(request, DecodeRequest) and request.source is None:
                 shutil.copyfile(request.latents, job.latents)
             store.save(job)

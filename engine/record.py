@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from engine.errors import MediaError, ResourceError
+from engine.errors import MediaError, RequestError, ResourceError
 from engine.memory import in_words
 from engine.request import Request
+from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.video import thumbnail
 
@@ -135,6 +137,21 @@ def video_size(latents: torch.Tensor) -> tuple[int, int, int]:
     """Height, width and frames that latents [1, 48, F, h, w] decode to."""
     _, _, frames, height, width = latents.shape
     return height * SPATIAL_FACTOR, width * SPATIAL_FACTOR, video_frames(frames)
+
+
+def decode_notes(metadata: Mapping[str, str], settings: DecodeSettings) -> dict[str, Any]:
+    """The notes of a job that decodes saved latents: what their file says of them, decoded by `settings` now."""
+    request = saved_request(metadata)
+    made = {"request": request.to_json() | {"decode": dataclasses.asdict(settings)}} if request else {}
+    return made | {"latents_sha256": metadata.get("sha256"), "latents": dict(metadata)}
+
+
+def saved_request(metadata: Mapping[str, str]) -> Request | None:
+    """The request that latents were made for, as `tags` kept it in their file; None if it holds none that is known."""
+    try:
+        return Request.from_json(json.loads(metadata["request"]))
+    except (KeyError, ValueError, RequestError):
+        return None
 
 
 def tags(notes: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
 import threading
 import time
@@ -11,20 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 import uvicorn
+from PIL import Image
+from safetensors import safe_open
 
 import app
 from engine import record
 from engine.compare import Decoder
 from engine.decode_cost import CompareCost, DecodeCost
-from engine.engine import Readiness
+from engine.engine import Engine, Readiness
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
 from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.jobs import Jobs
+from engine.latents import save_latents
 from engine.preset import Preset
 from engine.request import Request
 from engine.settings import DecodeSettings
+from engine.shapes import latent_shape
 from engine.sides import Option
 from engine.video import VideoWriter, thumbnail
 
@@ -92,6 +99,9 @@ class Double:
     def decoders(self) -> list[Option]:
         return [Option(DecodeSettings(path, "fp32"), "a test bench") for path in ("plain", "reference")]
 
+    def check(self, request: Request) -> Image.Image | None:
+        return Engine.check(self, request)
+
     def decoder(self, settings: DecodeSettings) -> Decoder:
         return Decoder("plain" if settings.path == "auto" else settings.path, "fp32")
 
@@ -110,6 +120,13 @@ class Double:
             self.finally_ran += 1
             self._busy.release()
 
+    def decode(self, latents: Path, settings: DecodeSettings, folder: Path, cancel: threading.Event) -> Iterator[Event]:
+        with safe_open(latents, "pt") as file:
+            request = Request.from_json(json.loads(file.metadata()["request"]))
+        began = time.perf_counter()
+        yield from self._plain("load", 0.0, cancel)
+        yield from self._decode(dataclasses.replace(request, decode=settings), folder, cancel, began)
+
     def close(self) -> None:
         self._readiness = Readiness("idle", "closed")
 
@@ -124,6 +141,9 @@ class Double:
         if request.image:
             yield from self._plain("image", 0.0, cancel)
         yield from self._denoise(request, cancel)
+        shape = (1, *latent_shape(request.frames, request.height, request.width))
+        notes = record.tags({"request": request.to_json()})
+        save_latents(folder / "latents.safetensors", torch.zeros(shape), notes)
         yield from self._decode(request, folder, cancel, began)
 
     def _plain(self, stage: str, seconds: float, cancel: threading.Event) -> Iterator[Event]:
@@ -186,7 +206,7 @@ class Double:
             "fps": self.preset.fps,
             "seconds_per_step": self.pace.step,
             "decode_frames_per_second": frames / decode,
-            "decode": {"path": "plain", "precision": "fp32", "reason": "a test bench"},
+            "decode": {"path": self.decoder(request.decode).path, "precision": "fp32", "reason": "a test bench"},
             "peak_bytes": {"host": 2 * GIB},
             "device": "a test bench",
             "precision": "fp32",

@@ -13,7 +13,7 @@ from engine.jobs import Jobs
 from engine.preset import Preset
 from engine.web import words
 from engine.web.files import describe, first_frame, job_file, refuse_in_words, sent_file
-from engine.web.form import build_request
+from engine.web.form import build_request, checked
 
 # More calls than this wait in Gradio's queue, where they hold no thread.
 CALLS_AT_ONCE = 8
@@ -90,9 +90,8 @@ def run(preset: Preset, jobs: Jobs, values: dict[str, Any]) -> Iterator[Answer]:
     Raises gr.Error with the engine's words.
     """
     try:
-        request = build_request(preset, **values)
-        jobs.engine.decoder(request.decode)  # what this machine does not have is refused before it waits
-        job = jobs.submit(request)
+        # What this machine does not have or can't read is refused before it waits.
+        job = jobs.submit(checked(jobs.engine, build_request(preset, **values)))
     except EngineError as error:
         raise gr.Error(str(error), print_exception=False) from error
     try:

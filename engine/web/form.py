@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.condition import check_picture, open_image
+from engine.condition import open_image
+from engine.engine import Engine
 from engine.errors import RequestError, shown
 from engine.preset import Preset
 from engine.request import Request
@@ -85,21 +86,26 @@ class Form:
 def build_request(
     preset: Preset, prompt: str, image: str | None, seconds: float | None, decoder: str | None, **values: Any
 ) -> Request:
-    """A checked request from what page and API have in common. seconds: rounded to the nearest legal length.
-
-    Raises RequestError, also for an empty prompt without a first frame and for a picture that can't be read.
-    """
-    if not str(prompt or "").strip() and not image:
-        raise RequestError("The prompt is empty. Say what should happen, or give a first frame.")
-    request = preset.request(
+    """A request from what page and API have in common, within the preset's limits. seconds: rounded to the nearest
+    legal length. Raises RequestError."""
+    return preset.request(
         prompt=prompt,
         image=Path(image) if image and isinstance(image, str) else image or None,
         frames=_frames(seconds, preset.fps),
         decode=_decode(preset, decoder),
         **values,
     )
-    if request.image:
-        _check_picture(request)
+
+
+def checked(engine: Engine, request: Request) -> Request:
+    """The request, if the engine takes it. Raises RequestError in its words, with a picture by its name: its path is
+    the server's affair."""
+    try:
+        engine.check(request)
+    except RequestError as error:
+        if request.image is None:
+            raise
+        raise RequestError(str(error).replace(str(request.image), request.image.name)) from error
     return request
 
 
@@ -116,15 +122,6 @@ def _frames(seconds: float | None, fps: int) -> int | None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
         raise RequestError(f"seconds = {shown(seconds)} must be a number of seconds, 0 for a single frame.")
     return frames_of_seconds(seconds, fps)
-
-
-def _check_picture(request: Request) -> None:
-    """Say at once that a picture can't be used; by its name, since its path is the server's affair."""
-    path = Path(request.image)
-    try:
-        check_picture(open_image(path), request.height, request.width)
-    except RequestError as error:
-        raise RequestError(str(error).replace(str(path), path.name)) from error
 
 
 def parse_size(text: str) -> tuple[int, int]:

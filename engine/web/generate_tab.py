@@ -13,10 +13,12 @@ from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.settings import DecodePath
+from engine.sides import parse_side
 from engine.telemetry import memory_now
 from engine.web import render, words
+from engine.web.compare_form import decoder_menu
 from engine.web.files import first_frame
-from engine.web.form import Form, fitting_size, size_menu, unknown_words
+from engine.web.form import Form, checked, fitting_size, size_menu, unknown_words
 
 TICK_SECONDS = 0.7
 # The address of this tab first; without a job there, the one that this browser saw last.
@@ -101,10 +103,14 @@ class GenerateTab:
         self.strip = gr.HTML(elem_id="progress", **PLAIN)
         self.messages = gr.HTML(elem_id="messages", **PLAIN)
         self.details = gr.HTML(elem_id="details", **PLAIN)
+        menu = decoder_menu(self.engine)
+        with gr.Row(elem_id="again", visible=False) as self.again:
+            self.decoder = gr.Dropdown(menu, value=menu[0][1], label="Decode these latents once more", min_width=180)
+            self.decode = gr.Button("Decode again", min_width=120)
 
     def _wire(self, demo: gr.Blocks) -> None:
         form, view = set(self.fields.values()), {self.model, self.player, self.strip, self.messages, self.details}
-        buttons = {self.generate, self.stop, self.timer}
+        buttons = {self.generate, self.stop, self.timer, self.again}
         filled = {field for name, field in self.fields.items() if name not in NOT_FILLED}
         follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
         found = demo.load(None, self.job, self.job, js=FIND_JOB)
@@ -114,6 +120,8 @@ class GenerateTab:
         after = {self.job, self.plan, self.fields["seed"], *view, *buttons}
         begun = gr.on(start, self.start, {self.job, *form, *view}, after, **QUIET)
         begun.then(None, self.job, js=SHOW_JOB)
+        once_more = self.decode.click(self.decode_again, {self.job, self.decoder, *view}, after, **QUIET)
+        once_more.then(None, self.job, js=SHOW_JOB)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         self._wire_form(demo, form)
 
@@ -140,6 +148,7 @@ class GenerateTab:
             self.generate: gr.Button(interactive=not busy),
             self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
             self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
+            self.again: gr.Row(visible=state is not None and state.over and state.latents.is_file()),
         }
 
     def _find(self, job: str | None) -> JobState | None:
@@ -177,12 +186,21 @@ class GenerateTab:
     def start(self, values: Values) -> dict[Any, Any]:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
         try:
-            request = self._read(values).request(self.preset)
-            self.engine.decoder(request.decode)
+            request = checked(self.engine, self._read(values).request(self.preset))
             job = self.jobs.submit(request)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
         return {self.job: job, self.fields["seed"]: request.seed} | self.look({**values, self.job: job})
+
+    def decode_again(self, values: Values) -> dict[Any, Any]:
+        """Queue a second decode of the latents of the job that is shown."""
+        try:
+            settings = parse_side(values[self.decoder])
+            self.engine.decoder(settings)
+            job = self.jobs.decode_again(values[self.job], settings)
+        except EngineError as error:
+            return {self.messages: render.refusal(str(error))}
+        return {self.job: job} | self.look({**values, self.job: job})
 
     def _read(self, values: Values) -> Form:
         return Form(**{name: values[field] for name, field in self.fields.items()})

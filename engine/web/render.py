@@ -11,7 +11,7 @@ from typing import Literal
 from engine.engine import Readiness
 from engine.estimate import Estimate
 from engine.events import Stage
-from engine.job import JobState, StageState
+from engine.job import DecodeState, JobState, StageState
 from engine.request import Request
 from engine.telemetry import Memory
 from engine.web import words
@@ -344,6 +344,9 @@ def _facts(state: JobState) -> dict[str, str]:
     decode, each, rate = stats.get("decode") or {}, stats.get("seconds_per_step"), stats.get("decode_frames_per_second")
     frames, fps = stats.get("frames"), stats.get("fps")
     return {
+        "Decoded again": f"from the latents of {state.source}"
+        if isinstance(state, DecodeState) and state.source
+        else "",
         "Video": f"{frames} frames, {frames / fps:.1f} s, {words.pixels(request.height, request.width)}"
         if frames and fps
         else "",

@@ -197,7 +197,7 @@ def test_a_page_gets_only_what_differs_from_what_it_shows(page, jobs):
     first = page.look(values(page, job))
     assert {page.model, page.player, page.strip, page.details} <= set(first)
     second = page.look(values(page, job) | first)
-    assert set(second) == {page.generate, page.stop, page.timer}
+    assert set(second) == {page.generate, page.stop, page.timer, page.again}
 
 
 def test_buttons_and_ticks_follow_the_job(page, jobs):
@@ -283,7 +283,7 @@ def test_a_job_that_is_gone_is_said_and_forgotten(page):
     assert seen[page.job] == ""
     assert "not known here" in seen[page.messages]
     assert Elements(seen[page.messages]).tags == ["p"]
-    assert page.reopen(values(page)).keys() == {page.model, page.generate, page.stop, page.timer}
+    assert page.reopen(values(page)).keys() == {page.model, page.generate, page.stop, page.timer, page.again}
 
 
 def test_a_job_of_the_api_is_followed_though_the_menu_lacks_its_size(page, jobs):
