@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.shapes import SPATIAL_FACTOR
+
 Write = Callable[[int, int], None]
 Message = tuple[int, Tensor]
 
@@ -35,6 +37,7 @@ class Rows:
     halo = 0  # rows of others that stand above and below ours where a convolution is three rows high
     pad = 1  # rows of zeros that such a convolution has to add on each side
     mine = slice(None)
+    pixels = slice(None)  # of a frame's picture, those that come of `mine`
 
     def height(self, h: int) -> int:
         """Rows of the whole frame at a level where this device has `h` of them."""
@@ -66,6 +69,7 @@ class Band(Rows):
         self.total, self.rank, self.link = total, rank, link
         self.bands = split(total, ranks)
         self.mine = self.bands[rank]
+        self.pixels = slice(SPATIAL_FACTOR * self.mine.start, SPATIAL_FACTOR * self.mine.stop)
         self.above = rank - 1 if rank > 0 else None
         self.below = rank + 1 if rank + 1 < ranks else None
 

@@ -11,52 +11,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.bands import Rows
 from engine.condition import denormalise
-from engine.errors import Cancelled, EngineError, RequestError
+from engine.decode_plan import PASSES, Choice, FrameChunk, Plan
+from engine.errors import RequestError
 from engine.settings import DecodeSettings
-from engine.shapes import SPATIAL_FACTOR, video_frames
 from engine.vae_stream import DecoderState, StreamDecoder, check_supported
 
 PATHS = ("plain", "reference")
-PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
 RING = 3
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Cancel = threading.Event | Callable[[], bool] | None
-
-
-class Choice(NamedTuple):
-    """path and precision that run, and a sentence that says why."""
-
-    path: str
-    precision: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ChunkStats:
-    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass."""
-
-    seconds: float
-    latents: int
-    path: str
-    precision: str
-
-
-@dataclass(frozen=True)
-class FrameChunk:
-    """frames: uint8 [t, H, W, 3] in memory of the decoder, valid until the second chunk after this one is asked for;
-    start: index of the first."""
-
-    start: int
-    frames: np.ndarray
-    stats: ChunkStats
 
 
 def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
@@ -109,8 +79,7 @@ def decode(
 
     On CUDA the next pass is started before a chunk is handed out, and frames go to pinned memory on their own stream.
     """
-    run = _Run(vae, latents, settings or DecodeSettings(), passes)
-    return _deliver(run, _stopper(cancel))
+    return _deliver(DecodeRun(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
 
 
 def float_frames(
@@ -121,83 +90,47 @@ def float_frames(
     passes: Sequence[int] = PASSES,
 ) -> Iterator[Tensor]:
     """As `decode`, for measuring: fp32 [t, 3, H, W] in [-1, 1] before rounding, on the VAE's device, yours to keep."""
-    run = _Run(vae, latents, settings or DecodeSettings(), passes)
-    return _measure(run, _stopper(cancel))
+    return _measure(DecodeRun(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
 
 
-def _stopper(cancel: Cancel) -> Callable[[], bool]:
+def stopper(cancel: Cancel) -> Callable[[], bool]:
+    """Cancel in any of its forms as a question."""
     if cancel is None:
         return lambda: False
     return cancel.is_set if isinstance(cancel, threading.Event) else cancel
 
 
-class _Run:
-    """One request: checked input, the chosen path with its state, and where in the video it is."""
+def _plan(vae: nn.Module, latents: Tensor, settings: DecodeSettings | None, passes: Sequence[int]) -> Plan:
+    check_supported(vae)
+    choice = explain(settings or DecodeSettings(), vae.post_quant_conv.weight.device)
+    return Plan(latents, choice, passes, vae.config["z_dim"])
 
-    def __init__(self, vae: nn.Module, latents: Tensor, settings: DecodeSettings, passes: Sequence[int]) -> None:
-        check_supported(vae)
+
+class DecodeRun:
+    """A plan at work on one device: the rows that it has of each frame, and the state that passes hand on."""
+
+    def __init__(self, vae: nn.Module, plan: Plan, rows: Rows | None = None) -> None:
+        self.plan, self.rows, self.config = plan, rows or Rows(), vae.config
         self.device = vae.post_quant_conv.weight.device
-        self.choice = explain(settings, self.device)
-        self.latents = _checked(latents, vae.config["z_dim"])
-        self.total = video_frames(self.latents.shape[2])
-        self.height, self.width = (SPATIAL_FACTOR * n for n in self.latents.shape[3:])
-        self.dtype = DTYPES[self.choice.precision]
-        self.passes = _spans(self.latents.shape[2], passes)
-        self.config = vae.config
-        if self.choice.path == "plain":
+        self.dtype = DTYPES[plan.choice.precision]
+        if plan.choice.path == "plain":
             with torch.no_grad():
-                decoder, state = StreamDecoder(vae, self.dtype), DecoderState()
+                decoder, state = StreamDecoder(vae, self.dtype), DecoderState(self.rows)
             self.path = lambda z: decoder.run(z, state)
         else:
             self.path = _reference(vae)
 
     def pieces(self, span: slice) -> Iterator[Tensor]:
-        """The frames of one pass as pieces [t, h, w, 12]. Take them inside `_computing`."""
-        latents = self.latents[:, :, span].to(self.device)
+        """Our rows of the frames of one pass as pieces [t, h, w, 12]. Take them inside `_computing`."""
+        latents = self.plan.latents[:, :, span, self.rows.mine].to(self.device)
         return self.path(denormalise(latents, self.config)[0].to(self.dtype))
 
-    def chunk(self, span: slice) -> tuple[int, int]:
-        """First frame and number of frames that the latent frames of a pass decode to."""
-        start = video_frames(span.start) if span.start else 0
-        return start, video_frames(span.stop) - start
-
-    def not_finite(self, span: slice) -> EngineError:
-        """The error for a pass whose output holds NaN or infinity."""
-        start, count = self.chunk(span)
-        return EngineError(
-            f"Stage decode, chunk {self.passes.index(span)} (frames {start} to {start + count - 1}, path "
-            f"{self.choice.path}, {self.choice.precision}): values that are not finite. The latents were finite, so "
-            "the VAE's weights are damaged or this precision overflows; decode again with precision fp32 to tell which."
-        )
-
-    def cancelled(self, span: slice) -> Cancelled:
-        """The error that ends a run before this pass."""
-        return Cancelled(f"Decoding was stopped after {self.chunk(span)[0]} of {self.total} frames.")
-
-
-def _checked(latents: Tensor, channels: int) -> Tensor:
-    """The latents, or what is wrong with them."""
-    shape = list(latents.shape)
-    if len(shape) != 5 or shape[0] != 1 or shape[1] != channels or 0 in shape:
-        raise RequestError(
-            f"The decoder takes latents [1, {channels}, frames, height/16, width/16] of one video, not {shape}; "
-            "decode the videos of a batch one after another."
-        )
-    if not bool(torch.isfinite(latents).all()):
-        raise EngineError("Stage denoise: the latents hold NaN or infinity, so decoding was not begun.")
-    return latents
-
-
-def _spans(latent_frames: int, passes: Sequence[int]) -> list[slice]:
-    """Cut the latent frames into passes; the last length repeats."""
-    if not passes or min(passes) < 1:
-        raise RequestError(f"passes = {list(passes)}: each needs one latent frame or more; {list(PASSES)} is usual.")
-    spans, start = [], 0
-    while start < latent_frames:
-        stop = min(latent_frames, start + passes[min(len(spans), len(passes) - 1)])
-        spans.append(slice(start, stop))
-        start = stop
-    return spans
+    def floats(self, span: slice) -> tuple[Tensor, bool]:
+        """Our rows of one pass before rounding, fp32 [t, 3, H, W] in [-1, 1], and whether all were finite."""
+        with _computing(self.plan.choice.precision):
+            pieces = list(self.pieces(span))
+            finite = all(bool(_finite(piece)) for piece in pieces)
+            return torch.cat([_planes(piece) for piece in pieces]), finite
 
 
 def _reference(vae: nn.Module) -> Callable[[Tensor], Iterator[Tensor]]:
@@ -245,17 +178,13 @@ def _to_bytes(piece: Tensor) -> Tensor:
     return values.unflatten(-1, (3, 2, 2)).permute(0, 1, 5, 2, 4, 3).reshape(t, 2 * h, 2 * w, 3)
 
 
-def _measure(run: _Run, stop: Callable[[], bool]) -> Iterator[Tensor]:
-    for span in run.passes:
+def _measure(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[Tensor]:
+    for span in run.plan.passes:
         if stop():
-            raise run.cancelled(span)
-        with _computing(run.choice.precision):
-            pieces = list(run.pieces(span))
-            finite = all(bool(_finite(piece)) for piece in pieces)
-            frames = torch.cat([_planes(piece) for piece in pieces])
-        del pieces
+            raise run.plan.cancelled(span)
+        frames, finite = run.floats(span)
         if not finite:
-            raise run.not_finite(span)
+            raise run.plan.not_finite(span)
         yield frames
         del frames
 
@@ -267,16 +196,23 @@ def _planes(piece: Tensor) -> Tensor:
     return spread.reshape(t, 3, 2 * h, 2 * w)
 
 
-class _Ring:
-    """Three host buffers in turn (pinned for CUDA), so that two chunks stay readable while the next one is written."""
+class Ring(Protocol):
+    """Host buffers in turn, `RING` of them, so that two chunks stay readable while the next one is written."""
 
-    def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
-        self.shape, self.pinned = shape, pinned
+    def next(self) -> Tensor:
+        """The buffer uint8 [longest chunk, H, W, 3] whose chunk was asked for longest ago."""
+        ...
+
+
+class _HostRing:
+    """A ring of this process, pinned for CUDA."""
+
+    def __init__(self, plan: Plan, pinned: bool) -> None:
+        self.shape, self.pinned = (plan.longest, plan.height, plan.width, 3), pinned
         self.buffers: list[Tensor] = []
         self.turn = 0
 
     def next(self) -> Tensor:
-        """The buffer whose chunk was asked for longest ago."""
         if len(self.buffers) < RING:
             self.buffers.append(torch.empty(self.shape, dtype=torch.uint8, pin_memory=self.pinned))
         buffer = self.buffers[self.turn]
@@ -284,32 +220,32 @@ class _Ring:
         return buffer
 
 
-class _HostCopy:
+class HostCopy:
     """Where a pass leaves its frames: straight into the ring on a CPU, over a stream of its own on CUDA."""
 
     # Passes that are started before the oldest chunk is handed out: none where a pass is done when it returns.
     AHEAD: ClassVar[dict[str, int]] = {"cuda": 1}
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: DecodeRun, ring: Ring | None = None) -> None:
         self.run, self.cuda = run, run.device.type == "cuda"
         self.ahead = self.AHEAD.get(run.device.type, 0)
-        longest = max(run.chunk(span)[1] for span in run.passes)
-        self.ring = _Ring((longest, run.height, run.width, 3), self.cuda)
+        self.ring = ring or _HostRing(run.plan, self.cuda)
         self.stream = torch.cuda.Stream(run.device) if self.cuda else None
 
-    def start(self, span: slice) -> _Pending:
+    def start(self, span: slice) -> Pending:
         """Run a pass. On CUDA this only queues the work; on a CPU the frames are there when it returns."""
         began, buffer, done, finite = time.perf_counter(), self.ring.next(), 0, []
-        with _computing(self.run.choice.precision):
+        ours = buffer[:, self.run.rows.pixels]
+        with _computing(self.run.plan.choice.precision):
             for piece in self.run.pieces(span):
                 finite.append(_finite(piece))
                 frames = _to_bytes(piece)
-                self._copy(frames, buffer[done : done + len(frames)])
+                self._copy(frames, ours[done : done + len(frames)])
                 done += len(frames)
             # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
             flag = torch.empty(1, dtype=torch.bool, pin_memory=self.cuda)
             self._copy(torch.stack(finite).all(dim=0, keepdim=True), flag)
-        return _Pending(self, span, buffer[:done], flag, began)
+        return Pending(self, span, buffer[:done], flag, began)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         if self.stream is None:
@@ -317,36 +253,41 @@ class _HostCopy:
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.run.device))
         with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+            # A band's rows lie together in each frame only, and a copy that gathers would wait for the device.
+            pairs = [(source, target)] if target.is_contiguous() else zip(source, target, strict=True)
+            for part, place in pairs:
+                place.copy_(part, non_blocking=True)
         source.record_stream(self.stream)
 
 
-class _Pending:
-    """A pass that was started; `chunk` waits for it."""
+class Pending:
+    """A pass that was started. span: its latent frames; began: when, by `time.perf_counter`."""
 
-    def __init__(self, copy: _HostCopy, span: slice, frames: Tensor, flag: Tensor, began: float) -> None:
+    def __init__(self, copy: HostCopy, span: slice, frames: Tensor, flag: Tensor, began: float) -> None:
         self.copy, self.span, self.frames, self.flag, self.began = copy, span, frames, flag, began
         self.event = copy.stream.record_event() if copy.stream is not None else None
 
-    def chunk(self) -> FrameChunk:
-        """The frames, once they are on the host; EngineError where they are not finite."""
-        run = self.copy.run
+    def wait(self) -> bool:
+        """Wait until the frames are on the host; whether all values were finite."""
         if self.event is not None:
             self.event.synchronize()
-        if not bool(self.flag):
-            raise run.not_finite(self.span)
-        latents = self.span.stop - self.span.start
-        stats = ChunkStats(time.perf_counter() - self.began, latents, run.choice.path, run.choice.precision)
-        return FrameChunk(run.chunk(self.span)[0], self.frames.numpy(), stats)
+        return bool(self.flag)
+
+    def chunk(self) -> FrameChunk:
+        """The frames, once they are on the host; EngineError where they are not finite."""
+        plan = self.copy.run.plan
+        if not self.wait():
+            raise plan.not_finite(self.span)
+        return plan.deliver(self.span, self.frames.numpy(), time.perf_counter() - self.began)
 
 
-def _deliver(run: _Run, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
-    copy = _HostCopy(run)
-    started: deque[_Pending] = deque()
-    for span in run.passes:
+def _deliver(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
+    copy = HostCopy(run)
+    started: deque[Pending] = deque()
+    for span in run.plan.passes:
         if stop():
             yield from (pending.chunk() for pending in started)
-            raise run.cancelled(span)
+            raise run.plan.cancelled(span)
         started.append(copy.start(span))
         while len(started) > copy.ahead:
             yield started.popleft().chunk()

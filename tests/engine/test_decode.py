@@ -74,7 +74,7 @@ def test_stats_say_what_ran(vae):
 
 @pytest.fixture(params=[0, 1], ids=["as on a CPU", "one pass ahead, as on CUDA"])
 def ahead(request, monkeypatch):
-    monkeypatch.setattr(module._HostCopy, "AHEAD", {"cpu": request.param})
+    monkeypatch.setattr(module.HostCopy, "AHEAD", {"cpu": request.param})
     return request.param
 
 
@@ -91,13 +91,13 @@ def test_a_chunk_stays_valid_until_the_second_one_after_it_is_asked_for(vae, ahe
 
 
 def test_float_chunks_belong_to_the_caller_and_are_not_kept(vae, monkeypatch):
-    pieces, seen, kept = module._Run.pieces, [], []
+    pieces, seen, kept = module.DecodeRun.pieces, [], []
 
     def watched(run, span):
         kept.append([reference() is not None for reference in seen])
         return pieces(run, span)
 
-    monkeypatch.setattr(module._Run, "pieces", watched)
+    monkeypatch.setattr(module.DecodeRun, "pieces", watched)
     for frames in float_frames(vae, normal_latents(3), passes=(1,)):
         seen.append(weakref.ref(frames))
         del frames
@@ -106,8 +106,8 @@ def test_float_chunks_belong_to_the_caller_and_are_not_kept(vae, monkeypatch):
 
 def test_a_pass_runs_when_its_chunk_is_asked_for(vae, monkeypatch, ahead):
     passes = []
-    pieces = module._Run.pieces
-    monkeypatch.setattr(module._Run, "pieces", lambda run, span: passes.append(span) or pieces(run, span))
+    pieces = module.DecodeRun.pieces
+    monkeypatch.setattr(module.DecodeRun, "pieces", lambda run, span: passes.append(span) or pieces(run, span))
     run = decode(vae, normal_latents(5), passes=(1,))
     assert passes == []
     next(run)
@@ -177,7 +177,7 @@ def test_latents_that_are_not_finite_are_blamed_on_the_stage_before(vae, value):
 @pytest.mark.parametrize("runner", [decode, float_frames])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_name_stage_chunk_and_precision(vae, runner, value, monkeypatch):
-    pieces = module._Run.pieces
+    pieces = module.DecodeRun.pieces
 
     def broken(run, span):
         for piece in pieces(run, span):
@@ -185,7 +185,7 @@ def test_values_that_are_not_finite_name_stage_chunk_and_precision(vae, runner, 
                 piece[-1, 0, 0, 0] = value
             yield piece
 
-    monkeypatch.setattr(module._Run, "pieces", broken)
+    monkeypatch.setattr(module.DecodeRun, "pieces", broken)
     run = runner(vae, normal_latents(5))
     next(run)
     with pytest.raises(EngineError, match=r"Stage decode, chunk 1 \(frames 1 to 16, path plain, fp32\)"):
@@ -218,13 +218,13 @@ def test_sixteen_bits_stay_near_the_truth(vae, precision, decibels):
 
 
 def test_fp32_is_strict_and_global_switches_are_put_back(vae, monkeypatch):
-    pieces, inside = module._Run.pieces, []
+    pieces, inside = module.DecodeRun.pieces, []
 
     def watched(run, span):
         inside.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
         return pieces(run, span)
 
-    monkeypatch.setattr(module._Run, "pieces", watched)
+    monkeypatch.setattr(module.DecodeRun, "pieces", watched)
     before = (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.is_grad_enabled())
     torch.set_float32_matmul_precision("high")
     try:

@@ -1,0 +1,113 @@
+"""One decode before it runs: checked latents, the path that was chosen, and the passes that the work is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import Cancelled, EngineError, RequestError
+from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, video_frames
+
+PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
+
+
+class Choice(NamedTuple):
+    """path and precision that run, and a sentence that says why."""
+
+    path: str
+    precision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ChunkStats:
+    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass."""
+
+    seconds: float
+    latents: int
+    path: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class FrameChunk:
+    """frames: uint8 [t, H, W, 3] in memory of the decoder, valid until the second chunk after this one is asked for;
+    start: index of the first."""
+
+    start: int
+    frames: np.ndarray
+    stats: ChunkStats
+
+
+class Plan:
+    """One request, checked: its latents, the path that was chosen for it and its passes. Needs no weights.
+
+    Raises RequestError or EngineError as `decode` does.
+    """
+
+    def __init__(
+        self, latents: Tensor, choice: Choice, passes: Sequence[int] = PASSES, channels: int = LATENT_CHANNELS
+    ) -> None:
+        self.choice = choice
+        self.latents = _checked(latents, channels)
+        self.total = video_frames(self.latents.shape[2])
+        self.height, self.width = (SPATIAL_FACTOR * n for n in self.latents.shape[3:])
+        self.passes = _spans(self.latents.shape[2], passes)
+
+    @property
+    def longest(self) -> int:
+        """Frames of the longest chunk."""
+        return max(self.chunk(span)[1] for span in self.passes)
+
+    def chunk(self, span: slice) -> tuple[int, int]:
+        """First frame and number of frames that the latent frames of a pass decode to."""
+        start = video_frames(span.start) if span.start else 0
+        return start, video_frames(span.stop) - start
+
+    def deliver(self, span: slice, frames: np.ndarray, seconds: float) -> FrameChunk:
+        """The chunk of a pass, from its frames on the host."""
+        stats = ChunkStats(seconds, span.stop - span.start, self.choice.path, self.choice.precision)
+        return FrameChunk(self.chunk(span)[0], frames, stats)
+
+    def not_finite(self, span: slice) -> EngineError:
+        """The error for a pass whose output holds NaN or infinity."""
+        start, count = self.chunk(span)
+        return EngineError(
+            f"Stage decode, chunk {self.passes.index(span)} (frames {start} to {start + count - 1}, path "
+            f"{self.choice.path}, {self.choice.precision}): values that are not finite. The latents were finite, so "
+            "the VAE's weights are damaged or this precision overflows; decode again with precision fp32 to tell which."
+        )
+
+    def cancelled(self, span: slice) -> Cancelled:
+        """The error that ends a run before this pass."""
+        return Cancelled(f"Decoding was stopped after {self.chunk(span)[0]} of {self.total} frames.")
+
+
+def _checked(latents: Tensor, channels: int) -> Tensor:
+    """The latents, or what is wrong with them."""
+    shape = list(latents.shape)
+    if len(shape) != 5 or shape[0] != 1 or shape[1] != channels or 0 in shape:
+        raise RequestError(
+            f"The decoder takes latents [1, {channels}, frames, height/16, width/16] of one video, not {shape}; "
+            "decode the videos of a batch one after another."
+        )
+    if not bool(torch.isfinite(latents).all()):
+        raise EngineError("Stage denoise: the latents hold NaN or infinity, so decoding was not begun.")
+    return latents
+
+
+def _spans(latent_frames: int, passes: Sequence[int]) -> list[slice]:
+    """Cut the latent frames into passes; the last length repeats."""
+    if not passes or min(passes) < 1:
+        raise RequestError(f"passes = {list(passes)}: each needs one latent frame or more; {list(PASSES)} is usual.")
+    spans, start = [], 0
+    while start < latent_frames:
+        stop = min(latent_frames, start + passes[min(len(spans), len(passes) - 1)])
+        spans.append(slice(start, stop))
+        start = stop
+    return spans
