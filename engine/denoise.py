@@ -13,18 +13,23 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from engine.errors import Cancelled, EngineError, RequestError
+from engine.settings import Quality
+from engine.step_cache import make_cache
 
 
 @dataclass(frozen=True)
 class Step:
     """Step k of `steps`, from 1; seconds: of this step; latents: float32 [B, 48, F, h, w], never written to again;
-    clean: of the same kind, where this step's velocity would lead if it were followed to the end."""
+    clean: of the same kind, where this step's velocity would lead if it were followed to the end; passes: of the
+    transformer so far, both branches; recalled: those of them that the step cache answered."""
 
     k: int
     steps: int
     seconds: float
     latents: torch.Tensor
     clean: torch.Tensor
+    passes: int = 0
+    recalled: int = 0
 
 
 @torch.no_grad()
@@ -37,11 +42,12 @@ def denoise(
     scheduler: FlowMatchEulerDiscreteScheduler,
     guidance: float,
     cancel: threading.Event | None = None,
+    quality: Quality = "full",
 ) -> Iterator[Step]:
     """Yield every step of one run; the last one holds the finished latents, normalised.
 
     model: a `PAN2Transformer3DModel`; prompt, negative: text embeddings [1, L, D], negative unused (and may be None)
-    if guidance is 1 or less; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w];
+    if guidance is 1 or less; quality: see `engine.step_cache`; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w];
     scheduler: fresh from `engine.schedule.build_scheduler`. Works on the model's device, wherever the tensors are.
 
     Raises Cancelled between steps once `cancel` is set, and EngineError naming the step if values are not finite.
@@ -54,19 +60,23 @@ def denoise(
     _stop_if(cancel, 0, sigmas)
     with_prompt = _prepare(model, prompt, condition, sigmas)
     without = _prepare(model, negative, condition, sigmas) if guided else None
+    # One memory a branch, made for this run: nothing of it can reach another request.
+    caches = [make_cache(quality, sigmas) for _ in range(1 + guided)]
 
     for k, timestep in enumerate(scheduler.timesteps):
         _stop_if(cancel, k, sigmas)
         started = time.perf_counter()
-        velocity = model.velocity(latents, k, with_prompt)
+        velocity = model.velocity(latents, k, with_prompt, caches[0])
         if guided:
-            velocity_without = model.velocity(latents, k, without)
+            velocity_without = model.velocity(latents, k, without, caches[1])
             velocity = velocity_without + guidance * (velocity - velocity_without)
         clean = latents - sigmas[k] * velocity.float()
         # In float32 before the step: the scheduler returns the latents in the velocity's dtype.
         latents = scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
         _check_finite(latents, k, sigmas, velocity.dtype)
-        yield Step(k + 1, len(sigmas) - 1, time.perf_counter() - started, latents, clean)
+        recalled = sum(cache.recalled for cache in caches if cache)
+        passes = (k + 1) * len(caches)
+        yield Step(k + 1, len(sigmas) - 1, time.perf_counter() - started, latents, clean, passes, recalled)
 
 
 def _is_guided(guidance: float, negative: torch.Tensor | None) -> bool:

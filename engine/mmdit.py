@@ -5,8 +5,9 @@ the RoPE tables, all modulations and the condition's share of the patch embeddin
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from engine.layers import (
     modulate,
 )
 from engine.rope import rope_tables
+from engine.step_cache import StepCache
 
+Enough = Callable[[Tensor, Tensor], bool]
 SCHEDULES_KEPT = 2  # at full size 50 steps take 210 MiB
 
 
@@ -213,11 +216,18 @@ class PAN2Transformer3DModel(nn.Module):
         grid = (frames, height // 2, width // 2)
         return rope_tables(grid, c.rope_axes_dim, c.rope_theta, c.rope_temporal_scale, self.device)
 
-    def blocks(self, x: Tensor, c: Tensor, modulations: list[Tensor], rope: Rope) -> Tensor:
-        """Both streams through all blocks; the text's own result of the last one would go nowhere."""
+    def blocks(
+        self, x: Tensor, c: Tensor, modulations: list[Tensor], rope: Rope, enough: Enough | None = None
+    ) -> Tensor | None:
+        """Both streams through all blocks; the text's own result of the last one would go nowhere.
+
+        enough: asked with the video stream before and after the first block; if it says so, the result is None.
+        """
         last = len(modulations) - 1
         for i, (block, modulation) in enumerate(zip(self.transformer_blocks, modulations, strict=True)):
-            x, c = block(x, c, modulation, rope, text_out=i < last)
+            before, (x, c) = x, block(x, c, modulation, rope, text_out=i < last)
+            if i == 0 and enough is not None and enough(before, x):
+                return None
         return x
 
     def project_out(self, x: Tensor, modulation: Tensor, shape: Sequence[int]) -> Tensor:
@@ -248,8 +258,11 @@ class PAN2Transformer3DModel(nn.Module):
         )
 
     @torch.no_grad()
-    def velocity(self, latents: Tensor, k: int, prepared: Prepared) -> Tensor:
-        """Velocity [B, C_out, F, H, W] at sigmas[k]: forward of (latents, condition) at t = 1000 * sigmas[k]."""
+    def velocity(self, latents: Tensor, k: int, prepared: Prepared, cache: StepCache | None = None) -> Tensor:
+        """Velocity [B, C_out, F, H, W] at sigmas[k]: forward of (latents, condition) at t = 1000 * sigmas[k].
+
+        cache: of this run and guidance branch; a step that it recalls costs one block.
+        """
         if tuple(latents.shape) != prepared.latent_shape:
             raise ValueError(
                 f"latents have shape {list(latents.shape)}, this was prepared for {list(prepared.latent_shape)}"
@@ -259,8 +272,14 @@ class PAN2Transformer3DModel(nn.Module):
         weight = self.x_embedder.weight[:, : self.config.out_channels].flatten(1)
         patches = patchify(latents.to(self.device, self.dtype))
         x = torch.addmm(prepared.condition.flatten(0, 1), patches.flatten(0, 1), weight.T).view_as(prepared.condition)
-        x = self.blocks(x.to(self.dtype), prepared.text, [m[k] for m in prepared.blocks], prepared.rope)
-        return self.project_out(x, prepared.out[k], latents.shape)
+        modulations, enough = [m[k] for m in prepared.blocks], partial(cache.recalls, k) if cache else None
+        x = self.blocks(x.to(self.dtype), prepared.text, modulations, prepared.rope, enough)
+        if x is None:
+            return cache.velocity(k)
+        velocity = self.project_out(x, prepared.out[k], latents.shape)
+        if cache:
+            cache.keep(k, velocity)
+        return velocity
 
     @torch.no_grad()
     def modulations(self, sigmas: Sequence[float]) -> tuple[list[Tensor], Tensor]:

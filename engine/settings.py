@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from engine.errors import RequestError, listed, shown
 
+Quality = Literal["full", "balanced", "draft"]
 Precision = Literal["auto", "fp32", "bf16"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
@@ -43,11 +44,13 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DenoiseSettings(_Checked):
-    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); preview: small pictures of where
-    the video goes, every few steps."""
+    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); quality: "full" computes every
+    step, "balanced" and "draft" skip blocks where the result hardly changes (engine/step_cache.py); preview: small
+    pictures of where the video goes, every few steps."""
 
     user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
+    quality: Quality = "full"
     preview: Switch = "on"
 
 

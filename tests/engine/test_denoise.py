@@ -113,7 +113,7 @@ class Linear:
         self.prepared.append(text.shape)
         return text[0, 0, 0].item()
 
-    def velocity(self, latents, k, prepared):
+    def velocity(self, latents, k, prepared, cache=None):
         self.calls.append((k, prepared))
         return torch.full_like(latents, self.velocities[prepared], dtype=self.dtype)
 
@@ -191,7 +191,7 @@ def test_a_run_cancelled_beforehand_does_no_work():
 
 def test_values_that_are_not_finite_end_the_run_with_the_step_named():
     class Breaks(Linear):
-        def velocity(self, latents, k, prepared):
+        def velocity(self, latents, k, prepared, cache=None):
             answer = super().velocity(latents, k, prepared)
             answer[0, 0, 0, 0, 0] = float("inf") if k == 1 else 0.0
             return answer
@@ -206,7 +206,7 @@ def test_gradients_are_off_in_the_loop_and_as_before_outside_it():
     class Trainable(Linear):
         scale = torch.nn.Parameter(torch.ones(()))
 
-        def velocity(self, latents, k, prepared):
+        def velocity(self, latents, k, prepared, cache=None):
             return self.scale * super().velocity(latents, k, prepared)
 
     for step in run_linear(Trainable(1.0, 2.0), 2.5, as_list=False):
