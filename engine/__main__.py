@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import shutil
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from engine.events import (
 )
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
-from engine.settings import DecodeSettings, DenoiseSettings
+from engine.settings import DecodeSettings, DenoiseSettings, Precision, Quality
 from engine.shapes import frames_of_seconds
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
@@ -61,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     video.add_argument("--steps", type=int)
     video.add_argument("--guidance", type=float)
     video.add_argument("--shift", type=float)
-    _add_how(parser).add_argument("--precision", help="of the transformer: auto, fp32, bf16")
+    how = _add_how(parser)
+    how.add_argument("--precision", help=f"of the transformer: {', '.join(get_args(Precision))}")
+    how.add_argument("--quality", help=f"of the denoising: {', '.join(get_args(Quality))} (faster)")
     return parser
 
 
@@ -109,9 +112,15 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
         steps=arguments.steps,
         guidance=arguments.guidance,
         shift=arguments.shift,
-        denoise=DenoiseSettings(arguments.precision) if arguments.precision else None,
+        denoise=denoise_settings(arguments, preset),
         decode=decode_settings(arguments),
     )
+
+
+def denoise_settings(arguments: argparse.Namespace, preset: Preset) -> DenoiseSettings:
+    """How to denoise: the preset's settings but for what the arguments say."""
+    given = {name: getattr(arguments, name) for name in ("precision", "quality")}
+    return dataclasses.replace(preset.denoise, **{name: value for name, value in given.items() if value})
 
 
 def decode_settings(arguments: argparse.Namespace) -> DecodeSettings:

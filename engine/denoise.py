@@ -47,8 +47,9 @@ def denoise(
     """Yield every step of one run; the last one holds the finished latents, normalised.
 
     model: a `PAN2Transformer3DModel`; prompt, negative: text embeddings [1, L, D], negative unused (and may be None)
-    if guidance is 1 or less; quality: see `engine.step_cache`; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w];
-    scheduler: fresh from `engine.schedule.build_scheduler`. Works on the model's device, wherever the tensors are.
+    if guidance is 1 or less; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w]; scheduler: fresh from
+    `engine.schedule.build_scheduler`; quality: see `engine.step_cache`. Works on the model's device, wherever the
+    tensors are.
 
     Raises Cancelled between steps once `cancel` is set, and EngineError naming the step if values are not finite.
     """

@@ -23,6 +23,7 @@ from engine import record
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
 from engine.decode_cost import CompareCost, DecodeCosts
+from engine.denoise import Step
 from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
@@ -92,8 +93,8 @@ class Engine:
             yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
             texts = yield from self._read_prompts(telemetry, request)
             seen = yield from self._see_image(telemetry, request, image)
-            latents = yield from self._denoise(telemetry, request, texts, seen, folder, cancel)
-            notes = self._notes(request, texts)
+            step = yield from self._denoise(telemetry, request, texts, seen, folder, cancel)
+            notes, latents = self._notes(request, texts, step), step.latents
             notes["latents_sha256"] = save_latents(folder / record.LATENTS_NAME, latents, record.tags(notes))
             yield from self._deliver(telemetry, latents, request.decode, folder, notes, cancel)
 
@@ -262,7 +263,7 @@ class Engine:
         condition: torch.Tensor,
         folder: Path,
         cancel: threading.Event,
-    ) -> Run[torch.Tensor]:
+    ) -> Run[Step]:
         shape = (1, *latent_shape(request.frames, request.height, request.width))
         noise = draw_noise(request.seed, shape)
         wanted = request.denoise.preview == "on"
@@ -270,15 +271,17 @@ class Engine:
             yield Warned("There are no previews of this video, which is not affected; the log says why.")
         previews = Previews(self._preview_map if wanted else None, folder, self.preset.fps)
         yield StageStarted("denoise", request.steps)
+        steps, recalled = [], 0
         with telemetry.stage("denoise") as stage:
             for step in self.executor.denoise(request, texts, condition, noise, cancel):
                 telemetry.step_took(step.seconds)
-                # The first step also warms caches up, so the newest is the better guide.
-                yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * step.seconds)
+                steps.append((step.seconds, step.recalled - recalled))
+                recalled = step.recalled
+                yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * cost.pace(steps))
                 yield from previews.after(step)
         yield StageEnded("denoise", stage.seconds, stage.peaks)
-        self._learn_denoise(request, stage.seconds)
-        return step.latents
+        self._rates = cost.learn_denoise(self._rates, self.executor.transformer.config, request, stage.seconds, steps)
+        return step
 
     def _deliver(
         self,
@@ -345,9 +348,10 @@ class Engine:
 
     # What the engine knows of itself.
 
-    def _notes(self, request: Request, texts: tuple[TextEmbedding, TextEmbedding | None]) -> dict[str, Any]:
+    def _notes(self, request: Request, texts: tuple[TextEmbedding, TextEmbedding | None], step: Step) -> dict[str, Any]:
         tokens = {"prompt": texts[0].tokens, "negative_prompt": texts[1].tokens if texts[1] else None}
-        return {"request": request.to_json(), "tokens": tokens} | self._machine()
+        skipped = record.step_cache(request.denoise.quality, step, self.preset.fidelity)
+        return {"request": request.to_json(), "tokens": tokens} | skipped | self._machine()
 
     def _parts(self) -> dict[str, str]:
         if self.executor.folder is None:
@@ -366,10 +370,6 @@ class Engine:
             "precision": self.executor.precision,
             "versions": self.executor.versions(),
         }
-
-    def _learn_denoise(self, request: Request, seconds: float) -> None:
-        flops = cost.request_flops(self.executor.transformer.config, request)
-        self._rates = dataclasses.replace(self._rates, flops=flops / seconds, basis="the last video made here")
 
     def _learn_decode(self, latents: torch.Tensor, share: float, seconds: float) -> None:
         voxels = share * latents[0, 0].numel()

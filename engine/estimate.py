@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import Request
@@ -11,6 +14,7 @@ from engine.shapes import latent_shape, video_tokens
 TEXT_TOKENS = 64
 # Text, first frame and file are small beside the rest; this much a video was seen on two cores.
 OTHER_SECONDS = 2.0
+SOME_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: floating-point operations a second in the transformer; voxels: latent positions decoded a second."""
+    """flops: floating-point operations a second in the transformer; voxels: latent positions decoded a second;
+    speedups: by quality, how much faster than "full" a video was made here; a quality not in it was not measured."""
 
     flops: float
     voxels: float
     basis: str
+    speedups: Mapping[str, float] = field(default_factory=dict)
 
 
 def pass_flops(config: Any, frames: int, height: int, width: int) -> float:
@@ -64,8 +70,28 @@ def request_voxels(request: Request) -> int:
 def estimate(config: Any, request: Request, rates: Rates) -> Estimate:
     """Seconds that a request will take at these rates."""
     return Estimate(
-        denoise=request_flops(config, request) / rates.flops,
+        denoise=request_flops(config, request) / rates.flops / rates.speedups.get(request.denoise.quality, 1.0),
         decode=request_voxels(request) / rates.voxels,
         other=OTHER_SECONDS,
         basis=rates.basis,
     )
+
+
+def pace(steps: Sequence[tuple[float, int]]) -> float:
+    """Seconds that a step takes by the latest ones: the newest, or the mean of some where steps are skipped, since
+    those alternate with whole ones. The first steps also warm caches up."""
+    return statistics.fmean(seconds for seconds, _ in steps[-SOME_STEPS if any(s for _, s in steps) else -1 :])
+
+
+def learn_denoise(
+    rates: Rates, config: Any, request: Request, seconds: float, steps: Sequence[tuple[float, int]]
+) -> Rates:
+    """What a denoising run of so many seconds teaches. steps: of each, its seconds and the passes that it skipped."""
+    basis, flops = "the last video made here", request_flops(config, request)
+    if request.denoise.quality == "full":
+        return dataclasses.replace(rates, flops=flops / seconds, basis=basis)
+    # The first step warms caches up, and a step that skips on one branch only is neither one nor the other.
+    whole = [each for each, skipped in steps if not skipped]
+    full = len(steps) * statistics.median(whole[1:] or whole)
+    speedups = {**rates.speedups, request.denoise.quality: full / seconds}
+    return dataclasses.replace(rates, flops=flops / full, basis=basis, speedups=speedups)

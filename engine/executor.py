@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import threading
 import time
@@ -131,6 +132,7 @@ class LocalExecutor:
             build_scheduler(self.scheduler, request.steps, request.shift),
             request.guidance,
             cancel,
+            request.denoise.quality,
         )
 
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
@@ -150,7 +152,8 @@ class LocalExecutor:
 
     def measure(self, preset: Preset) -> Rates:
         """A short run at the preset's size: warms the device up and tells how fast it is."""
-        request = preset.request(prompt="", frames=WARM_UP_FRAMES, steps=1, guidance=1.0)
+        full = dataclasses.replace(preset.denoise, quality="full")
+        request = preset.request(prompt="", frames=WARM_UP_FRAMES, steps=1, guidance=1.0, denoise=full)
         shape = (1, *latent_shape(request.frames, request.height, request.width))
         text = (self.encode_prompt(request.prompt), None)
         never = threading.Event()

@@ -54,6 +54,16 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Fidelity:
+    """How near to "full" the final latents stay: decibels of their range, the lowest of the videos that were measured
+    at 50 steps (python -m engine.fidelity). None: not measured on this model."""
+
+    balanced: float | None = None
+    draft: float | None = None
+    fp8: float | None = None
+
+
+@dataclass(frozen=True)
 class Preset:
     """checkpoint: a folder (relative ones lie beside the TOML file) or the name of a repository on the Hub."""
 
@@ -69,6 +79,7 @@ class Preset:
     denoise: DenoiseSettings = field(default_factory=DenoiseSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     trained: Trained | None = None
+    fidelity: Fidelity | None = None
 
     def beyond_training(self, request: Request) -> str | None:
         """A sentence for a request larger or longer than anything that the model saw in training, else None."""
@@ -133,7 +144,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise RequestError(f"{name} = {shown(value)} must be text.")
     if kind is int and not (number and isinstance(value, int)):
         raise RequestError(f"{name} = {shown(value)} must be a whole number.")
-    if kind is float and not (number and (isinstance(value, int) or math.isfinite(value))):
+    if kind in (float, float | None) and not (number and (isinstance(value, int) or math.isfinite(value))):
         raise RequestError(f"{name} = {shown(value)} must be a number.")
 
 
@@ -197,8 +208,9 @@ def parse_preset(text: str, name: str, folder: Path = PRESETS) -> Preset:
         "limits": _table(Limits, values.get("limits", {}), f"{where}, [limits]"),
         "sizes": tuple(_table(Size, size, f"{where}, [[sizes]]") for size in sizes),
     }
-    if "trained" in values:
-        tables["trained"] = _table(Trained, values["trained"], f"{where}, [trained]")
+    for key, cls in (("trained", Trained), ("fidelity", Fidelity)):
+        if key in values:
+            tables[key] = _table(cls, values[key], f"{where}, [{key}]")
     preset = _table(Preset, {**values, **tables, "name": name}, where)
     with _within(where):
         check_integer("fps", preset.fps, 1, MAX_FPS)

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from PIL import Image
 
+from engine.denoise import Step
 from engine.errors import MediaError, RequestError, ResourceError
 from engine.memory import in_words
+from engine.preset import Fidelity
 from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.step_cache import POLICIES
 from engine.video import thumbnail
 
 log = logging.getLogger(__name__)
@@ -157,6 +160,17 @@ def saved_request(metadata: Mapping[str, str]) -> Request | None:
 def tags(notes: dict[str, Any]) -> dict[str, str]:
     """A job's notes as the string map that a safetensors file can hold."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in notes.items()}
+
+
+def step_cache(quality: str, step: Step, fidelity: Fidelity | None) -> dict[str, Any]:
+    """What the step cache did in a run that ended with `step`; nothing for "full", which has none.
+
+    psnr: decibels of the final latents against full as measured for this model, None where it was not."""
+    if quality not in POLICIES:
+        return {}
+    figures = {"passes": step.passes, "skipped": step.recalled, "share": step.recalled / step.passes}
+    policy = {"quality": quality, "threshold": POLICIES[quality].threshold}
+    return {"step_cache": policy | figures | {"psnr": getattr(fidelity, quality, None)}}
 
 
 def metadata(notes: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from engine.settings import Quality
 
 @dataclass(frozen=True)
 class Policy:
-    """threshold: of the relative L1 change of what the first block adds; first, last: steps that are always computed."""
+    """threshold: of the relative L1 change of what the first block adds; first, last: so many steps are computed."""
 
     threshold: float
     first: int = 3
@@ -32,7 +32,7 @@ POLICIES: dict[Quality, Policy] = {"balanced": Policy(0.1), "draft": Policy(0.3)
 class StepCache:
     """What one guidance branch remembers over one run of `steps` steps; never used for a second run.
 
-    For each step k the model asks `recalls` after its first block, then takes `velocity` or computes it and calls `keep`.
+    At step k the model asks `recalls` after its first block, then takes `velocity`, or computes it and calls `keep`.
     """
 
     def __init__(self, policy: Policy, sigmas: list[float]) -> None:
@@ -68,5 +68,5 @@ def _change(new: Tensor, old: Tensor) -> float:
 
 
 def make_cache(quality: Quality, sigmas: list[float]) -> StepCache | None:
-    """A fresh cache for one branch of one run over `sigmas` (steps + 1 levels); None for "full", which skips nothing."""
+    """A fresh cache for one branch of one run over `sigmas` (steps + 1 levels); None for "full": nothing is skipped."""
     return StepCache(POLICIES[quality], sigmas) if quality in POLICIES else None

@@ -37,6 +37,8 @@ def add_api(preset: Preset, jobs: Jobs) -> None:
         shift: Any = None,
         seed: Any = None,
         decoder: Any = None,
+        quality: Any = None,
+        precision: Any = None,
     ) -> Iterator[Answer]:
         """Make one video. Answers while it works with what happens, at the end with the mp4 and its figures.
 
@@ -55,6 +57,8 @@ def add_api(preset: Preset, jobs: Jobs) -> None:
             "shift": shift,
             "seed": seed,
             "decoder": decoder,
+            "quality": quality,
+            "precision": precision,
         }
         yield from run(preset, jobs, values)
 
@@ -80,7 +84,7 @@ def _inputs() -> list[gr.components.Component]:
         gr.Textbox(label="negative_prompt", value=None, visible=False),
         first_frame(label="image", visible=False),
         *(gr.Number(label=name, value=None, visible=False) for name in numbers),
-        gr.Textbox(label="decoder", value=None, visible=False),
+        *(gr.Textbox(label=name, value=None, visible=False) for name in ("decoder", "quality", "precision")),
     ]
 
 

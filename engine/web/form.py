@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.errors import RequestError, shown
 from engine.preset import Preset
 from engine.request import Request
-from engine.settings import DecodeSettings
+from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import frames_of_seconds
 from engine.web.words import pixels
 
@@ -37,6 +37,8 @@ class Form:
     guidance: float
     shift: float
     decoder: str
+    quality: str
+    precision: str
 
     def request(self, preset: Preset) -> Request:
         """The request that the form asks for. Raises RequestError in the engine's words."""
@@ -58,6 +60,8 @@ class Form:
             guidance=self.guidance,
             shift=self.shift,
             decoder=self.decoder,
+            quality=self.quality,
+            precision=self.precision,
         )
 
     def sketch(self, preset: Preset) -> Request:
@@ -79,12 +83,21 @@ class Form:
             steps=source.steps,
             guidance=source.guidance,
             shift=source.shift,
-            decoder=(request.decode if request else preset.decode).path,
+            decoder=(request or preset).decode.path,
+            quality=(request or preset).denoise.quality,
+            precision=(request or preset).denoise.precision,
         )
 
 
 def build_request(
-    preset: Preset, prompt: str, image: str | None, seconds: float | None, decoder: str | None, **values: Any
+    preset: Preset,
+    prompt: str,
+    image: str | None,
+    seconds: float | None,
+    decoder: str | None,
+    quality: str | None = None,
+    precision: str | None = None,
+    **values: Any,
 ) -> Request:
     """A request from what page and API have in common, within the preset's limits. seconds: rounded to the nearest
     legal length. Raises RequestError."""
@@ -92,6 +105,7 @@ def build_request(
         prompt=prompt,
         image=Path(image) if image and isinstance(image, str) else image or None,
         frames=_frames(seconds, preset.fps),
+        denoise=_denoise(preset, quality, precision),
         decode=_decode(preset, decoder),
         **values,
     )
@@ -107,6 +121,12 @@ def checked(engine: Engine, request: Request) -> Request:
             raise
         raise RequestError(str(error).replace(str(request.image), request.image.name)) from error
     return request
+
+
+def _denoise(preset: Preset, quality: str | None, precision: str | None) -> DenoiseSettings:
+    """The preset's settings but for what is given."""
+    given = {"quality": quality, "precision": precision}
+    return dataclasses.replace(preset.denoise, **{name: value for name, value in given.items() if value is not None})
 
 
 def _decode(preset: Preset, decoder: str | None) -> DecodeSettings | None:
@@ -141,6 +161,18 @@ def size_value(size: Any) -> str:
 def size_menu(preset: Preset) -> list[tuple[str, str]]:
     """What the page's menu shows and what it means."""
     return [(f"{pixels(size.height, size.width)}, {size.label}", size_value(size)) for size in preset.sizes]
+
+
+def quality_menu(preset: Preset) -> list[tuple[str, str]]:
+    """What the page offers and what it means; with the fidelity where it was measured for this model."""
+    known = dataclasses.asdict(preset.fidelity) if preset.fidelity else {}
+    measured = {name: f", {value:.0f} dB from full" for name, value in known.items() if value is not None}
+    menu = {
+        "full": "full: every step is computed",
+        "balanced": f"balanced: skips what hardly changes{measured.get('balanced', ', not measured on this model')}",
+        "draft": f"draft: skips more{measured.get('draft', ', not measured on this model')}",
+    }
+    return [(text, name) for name, text in menu.items()]
 
 
 def fitting_size(preset: Preset, image: str | None) -> str | None:

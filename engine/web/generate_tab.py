@@ -12,13 +12,13 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
-from engine.settings import DecodePath
+from engine.settings import DecodePath, Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
 from engine.web import render, words
 from engine.web.compare_form import decoder_menu
 from engine.web.files import first_frame
-from engine.web.form import Form, checked, fitting_size, size_menu, unknown_words
+from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, unknown_words
 
 TICK_SECONDS = 0.7
 # The address of this tab first; without a job there, the one that this browser saw last.
@@ -95,6 +95,8 @@ class GenerateTab:
         fields["steps"] = gr.Slider(1, limits.steps, start.steps, step=1, label="Steps")
         fields["guidance"] = gr.Slider(0, limits.guidance, start.guidance, step=0.1, label="Guidance")
         fields["shift"] = gr.Number(start.shift, label="Shift of the noise schedule", minimum=0.01, step=0.5)
+        fields["quality"] = gr.Dropdown(quality_menu(self.preset), value=start.quality, label="Quality of denoising")
+        fields["precision"] = gr.Dropdown(list(get_args(Precision)), value=start.precision, label="Precision")
         fields["decoder"] = gr.Dropdown(list(get_args(DecodePath)), value=start.decoder, label="Decoder")
 
     def _view(self) -> None:
@@ -127,7 +129,7 @@ class GenerateTab:
 
     def _wire_form(self, demo: gr.Blocks, form: set[gr.components.Component]) -> None:
         fields, latest = self.fields, {**QUIET, "trigger_mode": "always_last"}
-        decides = [fields[name] for name in ("seconds", "size", "steps", "guidance", "shift", "seed")]
+        decides = [fields[name] for name in ("seconds", "size", "steps", "guidance", "shift", "seed", "quality")]
         # The line about the model changes once it is loaded, and only then is the time known; the player changes when a
         # video is whole, and then it is known better.
         changes = [field.change for field in (*decides, self.model, self.player)]

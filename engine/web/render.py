@@ -354,6 +354,7 @@ def _facts(state: JobState) -> dict[str, str]:
         "Total": words.duration(state.elapsed) if state.started else "",
         "First frame": f"after {words.duration(state.first_frame_seconds)}" if state.first_frame_seconds else "",
         "Denoise": _joined(seconds.get("denoise"), f"{words.duration(each)} a step" if each else ""),
+        "Step cache": words.step_cache(stats.get("step_cache")),
         "Decode": _joined(seconds.get("decode"), f"{rate:.1f} frames/s" if rate else ""),
         "Decoder": ", ".join(str(decode[key]) for key in ("path", "precision") if decode.get(key)),
         "Peak memory": ", ".join(
@@ -371,7 +372,7 @@ def _joined(seconds: float | None, more: str) -> str:
 def settings(state: JobState) -> dict[str, object]:
     """What somebody needs to make the same video again."""
     request = state.request.to_json() | {"image": state.request.image.name if state.request.image else None}
-    kept = ("latents_sha256", "vae_sha256", "device", "precision", "decode", "versions")
+    kept = ("latents_sha256", "vae_sha256", "device", "precision", "step_cache", "decode", "versions")
     return request | {key: state.stats[key] for key in kept if key in state.stats}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from engine.request import Request
 
@@ -72,3 +74,11 @@ def file_name(request: Request) -> str:
             break
         kept += f"{word}-"
     return f"{kept or 'video-'}{request.seed}.mp4"
+
+
+def step_cache(figures: Mapping[str, Any] | None) -> str:
+    """What the step cache skipped; nothing where there was none."""
+    if not figures:
+        return ""
+    skipped = f"skipped {figures['share']:.0%} of {figures['passes']} passes (threshold {figures['threshold']:g})"
+    return f"{skipped}, {figures['psnr']:.0f} dB from full at 50 steps" if figures["psnr"] else skipped

@@ -24,7 +24,7 @@ import app
 from engine.errors import RequestError
 from engine.jobs import Jobs
 from engine.preset import load_preset
-from engine.settings import DecodeSettings
+from engine.settings import DecodeSettings, DenoiseSettings
 from engine.telemetry import DeviceMemory, Memory
 from engine.video import probe
 from engine.web import render, words
@@ -145,11 +145,12 @@ def test_a_preset_without_a_menu_of_sizes_takes_a_picture(tmp_path):
 def test_a_click_submits_what_the_form_says(page, jobs, tmp_path):
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     fields = {"prompt": "a", "negative_prompt": "b", "image": str(tmp_path / "a.png"), "size": "448x256", "seed": 7}
-    job = start(page, **fields, guidance=1.5, shift=4.0, decoder="reference")
+    job = start(page, **fields, guidance=1.5, shift=4.0, decoder="reference", quality="draft", precision="fp32")
     request = jobs.snapshot(job).request
     assert (request.prompt, request.negative_prompt, request.seed) == ("a", "b", 7)
     assert (request.height, request.width, request.frames, request.steps) == (448, 256, 5, 2)
     assert (request.guidance, request.shift, request.decode.path) == (1.5, 4.0, "reference")
+    assert (request.denoise.precision, request.denoise.quality) == ("fp32", "draft")
     # The upload is kept for a day, the job may wait for longer.
     assert request.image == jobs.outputs / job / "image.png" and request.image.is_file()
 
@@ -273,6 +274,7 @@ def test_a_reopened_page_finds_its_job_and_fills_its_form(page, jobs):
     assert filled == {
         "prompt": "a blue star", "negative_prompt": "", "seconds": 4.0, "size": "320x320", "seed": 9, "steps": 4,
         "guidance": 2.5, "shift": PRESET.defaults.shift, "decoder": "auto",
+        "quality": "full", "precision": "auto",
     }  # fmt: skip
     assert page.strip in seen and page.job not in seen
     page.cancel(job)
@@ -460,12 +462,14 @@ def test_the_api_has_its_names_and_gives_an_mp4_and_its_figures(served, client, 
     Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
     path, stats = client.predict(
         prompt="a red circle", image=handle_file(tmp_path / "a.png"), seconds=0.3, height=64, width=96, steps=1, seed=5,
-        guidance=1.0, shift=3.0, decoder="plain", negative_prompt="blue", api_name="/generate",
+        guidance=1.0, shift=3.0, decoder="plain", quality="balanced", precision="fp32", negative_prompt="blue",
+        api_name="/generate",
     )  # fmt: skip
     info = probe(Path(path))
     assert (info.frames, info.height, info.width, info.fps, info.codec) == (9, 64, 96, 24.0, "h264")
     assert (stats["status"], stats["frames"], stats["request"]["seed"]) == ("finished", 9, 5)
     assert stats["request"]["decode"]["decoder"] == "plain"
+    assert stats["request"]["denoise"] == {"precision": "fp32", "quality": "balanced"}
 
 
 def test_a_call_without_values_takes_the_presets(served, client):

@@ -16,7 +16,8 @@ from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, R
 from engine.events import FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.latents import load_latents
 from engine.preset import Trained
-from engine.settings import DecodeSettings
+from engine.settings import DecodeSettings, DenoiseSettings
+from engine.step_cache import POLICIES, Policy
 from engine.video import probe, read_settings
 
 
@@ -256,3 +257,19 @@ def test_figures_that_can_not_be_written_do_not_cost_the_video(engine, tmp_path,
     events, _ = generate(engine, tmp_path)
     assert isinstance(events[-1], VideoFinished) and probe(events[-1].path).frames == 9
     assert any(isinstance(event, Warned) and "the disk is full" in event.text for event in events)
+
+
+def test_the_step_cache_is_in_the_figures_and_full_has_none(engine, tmp_path, monkeypatch):
+    events, _ = generate(engine, tmp_path / "full")
+    assert "step_cache" not in events[-1].stats
+    monkeypatch.setitem(POLICIES, "draft", Policy(100.0, first=2, last=1))
+    events, _ = generate(engine, tmp_path / "draft", steps=5, denoise=DenoiseSettings(quality="draft"))
+    assert events[-1].stats["step_cache"] == {
+        "quality": "draft",
+        "threshold": 100.0,
+        "passes": 10,
+        "skipped": 4,
+        "share": 0.4,
+        "psnr": None,
+    }
+    assert engine.estimate(engine.preset.request(denoise=DenoiseSettings(quality="draft"))).denoise > 0

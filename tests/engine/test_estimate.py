@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.estimate import Rates, estimate, pass_flops, request_flops, request_voxels
+from engine.estimate import Rates, estimate, learn_denoise, pace, pass_flops, request_flops, request_voxels
 from engine.preset import load_preset
+from engine.settings import DenoiseSettings
 
 PAN2 = SimpleNamespace(num_attention_heads=32, attention_head_dim=128, num_layers=44, mlp_ratio=8.0)
 
@@ -26,3 +27,20 @@ def test_an_estimate_scales_with_steps_guidance_and_size():
     seconds = estimate(PAN2, full, rates)
     assert (seconds.denoise, seconds.decode) == pytest.approx((100, 5))
     assert seconds.total == pytest.approx(105 + seconds.other)
+
+
+def test_a_quality_counts_only_once_it_was_measured_here():
+    preset = load_preset("pan2")
+    full = preset.request(prompt="x", steps=10)
+    draft = preset.request(prompt="x", steps=10, denoise=DenoiseSettings(quality="draft"))
+    rates = Rates(flops=request_flops(PAN2, full) / 100, voxels=1e6, basis="a test")
+    assert estimate(PAN2, draft, rates).denoise == pytest.approx(100)
+    # Whole steps take 4 s, skipped ones 1 s; the first one was slow, one skipped on one branch alone.
+    steps = [(9.0, 0), (4.0, 0), (4.0, 0), (1.0, 2), (1.0, 2), (2.5, 1), (1.0, 2), (1.0, 2), (4.0, 0), (4.0, 0)]
+    rates = learn_denoise(rates, PAN2, draft, 20.0, steps)
+    assert estimate(PAN2, full, rates).denoise == pytest.approx(40), "ten whole steps"
+    assert estimate(PAN2, draft, rates).denoise == pytest.approx(20)
+    assert pace(steps[:3]) == 4.0 and pace(steps) == pytest.approx(2.3125)
+    rates = learn_denoise(rates, PAN2, full, 80.0, [(8.0, 0)] * 10)
+    assert estimate(PAN2, full, rates).denoise == pytest.approx(80)
+    assert estimate(PAN2, draft, rates).denoise == pytest.approx(40)

@@ -71,6 +71,7 @@ BAD = [
     (["--device", "cuda:99"], "cuda:99"),
     (["--decode-path", "fast"], "fast"),
     (["--precision", "int1"], "int1"),
+    (["--quality", "best"], "full, balanced, draft"),
 ]
 
 
