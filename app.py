@@ -32,6 +32,8 @@ from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
 from engine.web.live import LiveSource, live_router
 from engine.web.routes import asset_router, health_router, video_router
 from engine.web.theme import HEAD, theme
+from engine.web.world_routes import world_router
+from engine.web.world_tab import WorldTab
 
 log = logging.getLogger("app")
 
@@ -49,10 +51,13 @@ class Page:
         with gr.Blocks(
             title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
         ) as self.demo:
-            self.generate, compare = GenerateTab(engine, jobs), CompareTab(engine, jobs)
-            self.generate.build(self.demo)
-            compare.build(self.demo)
-            self._system_tab()
+            self.generate, world = GenerateTab(engine, jobs), WorldTab(engine, jobs)
+            compare = CompareTab(engine, jobs)
+            with gr.Tabs() as tabs:
+                for tab in (self.generate, world, compare):
+                    tab.build(self.demo)
+                self._system_tab()
+            world.come_from(self.generate.onward, self.generate.job, tabs)
             add_api(engine.preset, jobs)
             add_compare_api(engine, jobs)
 
@@ -86,6 +91,7 @@ def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
     app.include_router(asset_router())
     app.include_router(video_router(jobs.snapshot))
     app.include_router(compare_router(jobs.comparison))
+    app.include_router(world_router(jobs.snapshot))
     app.include_router(live_router(lambda job: _live_source(jobs, job)))
     demo = build(engine, jobs).queue(max_size=64, api_open=False)
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;

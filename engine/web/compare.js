@@ -3,7 +3,7 @@
 //
 //   <compare-view src="compare/JOB.json"></compare-view>
 //
-// A classic script and not a module: gr.HTML's `head` drops the type of the scripts that it inserts.
+// Needs clock.js. A classic script and not a module: gr.HTML's `head` drops the type of the scripts that it inserts.
 (() => {
   "use strict";
   if (customElements.get("compare-view")) return;
@@ -13,9 +13,7 @@
   const SPEEDS = [0.1, 0.25, 0.5, 1, 2];
   const MODES = { side: "Side by side", wipe: "Wipe", frame: "Single frame", difference: "Difference" };
   const SOON_MS = 80; // dragging asks for many frames; only where it rests is one worth fetching
-  const NUDGE = 0.25; // how much faster or slower the follower may run to catch up
   const FAR = 4; // times the height of what is drawn
-  const JUMP_FRAMES = 4; // farther apart than this, it seeks instead
 
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
   const number = (value) => (value === null ? NaN : Number(value)); // "Infinity" comes as a string
@@ -28,101 +26,6 @@
     }
     element.append(...children);
     return element;
-  }
-
-  // ---- one clock ---------------------------------------------------------------------------------------------------
-
-  /** Plays several videos as one. The first leads; the others follow it by running a little faster or slower. */
-  class Clock {
-    constructor(videos, fps, frames, changed) {
-      Object.assign(this, { videos, fps, frames, changed, speed: 1, loop: true, wanted: false });
-      for (const video of videos) video.addEventListener("error", changed);
-      this.lead.addEventListener("ended", () => this.ended());
-      this.lead.addEventListener("loadeddata", changed);
-    }
-
-    get lead() {
-      return this.videos[0];
-    }
-
-    get playing() {
-      return this.wanted;
-    }
-
-    get frame() {
-      return clamp(Math.floor(this.lead.currentTime * this.fps + 0.01), 0, this.frames - 1);
-    }
-
-    async play() {
-      if (this.wanted) return;
-      this.wanted = true;
-      if (this.lead.ended || this.frame === this.frames - 1) await this.place(0);
-      this.setSpeed(this.speed);
-      await Promise.all(this.videos.map((video) => video.play().catch(() => {})));
-      if (this.lead.paused && !this.lead.ended) this.wanted = false;
-      this.follow();
-      this.changed();
-    }
-
-    /** Stop, everything on the frame of the leader. */
-    pause() {
-      this.wanted = false;
-      this.videos.forEach((video) => video.pause());
-      return this.place(this.frame);
-    }
-
-    /** Stop and show a frame. */
-    seek(frame) {
-      this.wanted = false;
-      this.videos.forEach((video) => video.pause());
-      return this.place(frame);
-    }
-
-    /** To the middle of a frame, so that rounding can't reach its neighbour; resolves when all are there. */
-    async place(frame) {
-      const time = (clamp(frame, 0, this.frames - 1) + 0.5) / this.fps;
-      const there = this.videos.map(
-        (video) => new Promise((done) => video.addEventListener("seeked", done, { once: true })),
-      );
-      this.videos.forEach((video) => (video.currentTime = time));
-      this.changed();
-      await Promise.all(there);
-      this.changed();
-    }
-
-    setSpeed(speed) {
-      this.speed = speed;
-      this.videos.forEach((video) => (video.playbackRate = speed));
-    }
-
-    async ended() {
-      if (!this.wanted) return;
-      this.wanted = false;
-      this.videos.forEach((video) => video.pause());
-      await this.place(this.loop ? 0 : this.frames - 1);
-      if (this.loop) this.play();
-    }
-
-    follow() {
-      if (!this.wanted) return;
-      const now = this.lead.currentTime;
-      for (const video of this.videos.slice(1)) {
-        const ahead = video.currentTime - now;
-        if (Math.abs(ahead) * this.fps > JUMP_FRAMES && !video.seeking) video.currentTime = now;
-        else video.playbackRate = this.speed * (1 - clamp(ahead * 4, -NUDGE, NUDGE));
-        if (video.paused && !video.ended && !this.lead.paused) video.play().catch(() => {});
-      }
-      this.changed();
-      requestAnimationFrame(() => this.follow());
-    }
-
-    stop() {
-      this.wanted = false;
-      for (const video of this.videos) {
-        video.removeAttribute("src");
-        video.load();
-      }
-    }
   }
 
   // ---- chart -------------------------------------------------------------------------------------------------------
@@ -291,7 +194,7 @@
       if (this.both) this.root.append(this.makeCharts());
       this.shadowRoot.replaceChildren(make("link", { rel: "stylesheet", href: STYLE }), this.root);
       const videos = this.names.map((name) => this.figures[name].querySelector("video"));
-      this.clock = new Clock(videos, result.fps, result.frames, () => this.show());
+      this.clock = new window.VideoClock(videos, result.fps, result.frames, () => this.show());
       this.root.addEventListener("keydown", (event) => this.key(event));
       this.setMode("side");
       this.moveLine(50);

@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
+from engine.record import LAST_FRAME
 from engine.settings import DecodePath, Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
@@ -104,6 +105,7 @@ class GenerateTab:
         self.player = gr.HTML(render.empty(defaults.height, defaults.width), elem_id="player", **PLAIN)
         self.strip = gr.HTML(elem_id="progress", **PLAIN)
         self.messages = gr.HTML(elem_id="messages", **PLAIN)
+        self.onward = gr.Button("Go on from its last frame", visible=False, size="sm", elem_id="onward")
         self.details = gr.HTML(elem_id="details", **PLAIN)
         menu = decoder_menu(self.engine)
         with gr.Row(elem_id="again", visible=False) as self.again:
@@ -112,7 +114,7 @@ class GenerateTab:
 
     def _wire(self, demo: gr.Blocks) -> None:
         form, view = set(self.fields.values()), {self.model, self.player, self.strip, self.messages, self.details}
-        buttons = {self.generate, self.stop, self.timer, self.again}
+        buttons = {self.generate, self.stop, self.timer, self.onward, self.again}
         filled = {field for name, field in self.fields.items() if name not in NOT_FILLED}
         follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
         found = demo.load(None, self.job, self.job, js=FIND_JOB)
@@ -149,6 +151,7 @@ class GenerateTab:
         return {part: html for part, html in fresh.items() if html != values[part]} | {
             self.generate: gr.Button(interactive=not busy),
             self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
+            self.onward: gr.Button(visible=bool(state) and not busy and (state.folder / LAST_FRAME).is_file()),
             self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
             self.again: gr.Row(visible=state is not None and state.over and state.latents.is_file()),
         }

@@ -20,9 +20,13 @@ ASSETS = {
     "page.js": "text/javascript",
     "player.css": "text/css",
     "player.js": "text/javascript",
+    "clock.js": "text/javascript",
     "compare_tab.css": "text/css",
     "compare.css": "text/css",
     "compare.js": "text/javascript",
+    "world.css": "text/css",
+    "grid.css": "text/css",
+    "grid.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
 NO_JOB = "There is no such job here. It may have been deleted."

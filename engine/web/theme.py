@@ -8,9 +8,12 @@ import gradio as gr
 HEAD = """
 <link rel="stylesheet" href="web/style.css">
 <link rel="stylesheet" href="web/compare_tab.css">
+<link rel="stylesheet" href="web/world.css">
 <link rel="icon" type="image/svg+xml" href="web/icon.svg">
 <script src="web/player.js"></script>
+<script src="web/clock.js"></script>
 <script src="web/compare.js"></script>
+<script src="web/grid.js"></script>
 <script src="web/page.js"></script>
 """
 

@@ -198,7 +198,7 @@ def test_a_page_gets_only_what_differs_from_what_it_shows(page, jobs):
     first = page.look(values(page, job))
     assert {page.model, page.player, page.strip, page.details} <= set(first)
     second = page.look(values(page, job) | first)
-    assert set(second) == {page.generate, page.stop, page.timer, page.again}
+    assert set(second) == {page.generate, page.stop, page.timer, page.onward, page.again}
 
 
 def test_buttons_and_ticks_follow_the_job(page, jobs):

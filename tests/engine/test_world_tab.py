@@ -1,0 +1,132 @@
+"""The World tab over an engine double: chains, branches, what is refused, what is served."""
+
+import httpx
+import pytest
+from PIL import Image
+
+from engine.errors import RequestError
+from engine.jobs import Jobs
+from engine.preset import load_preset
+from engine.video import probe
+from engine.web import world_render as show
+from engine.web.world_form import WorldForm
+from tests.double import Double, Pace, serve
+from tests.markup import Elements
+
+PRESET = load_preset("tiny")
+EVIL = """<script>alert("1")</script>'"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    engine = Double(PRESET)
+    engine.load()
+    with serve(engine, tmp_path_factory.mktemp("outputs")) as served:
+        yield served
+
+
+@pytest.fixture
+def jobs(served):
+    served.engine.pace = Pace()
+    yield served.jobs
+    for state in served.jobs.recent():
+        served.jobs.cancel(state.id)
+        served.jobs.wait(state.id)
+
+
+def make(jobs: Jobs, prompt: str, **more) -> str:
+    job = jobs.submit(PRESET.request(prompt=prompt, frames=9, steps=2), **more)
+    jobs.wait(job)
+    return job
+
+
+def form(*actions, image=None, seconds=0.4, seed=5):
+    return WorldForm(image=image, seconds=seconds, seed=seed, actions=actions)
+
+
+def test_every_action_goes_on_from_the_same_frame_with_the_same_settings(served, jobs):
+    source = jobs.submit(PRESET.request(prompt="a red star", frames=5, steps=3, height=448, width=256, guidance=1.5))
+    seen = jobs.wait(source)
+    requests = form("it grows", " ", None, "it shrinks").requests(served.engine, seen)
+    assert [request.prompt for request in requests] == ["it grows", "it shrinks"]
+    for request in requests:
+        assert (request.height, request.width, request.steps, request.guidance) == (448, 256, 3, 1.5)
+        assert (request.seed, request.frames) == (5, 9) and request.image == seen.folder / "last.png"
+
+
+def test_a_picture_begins_with_the_size_of_its_shape(served, tmp_path):
+    Image.new("RGB", (300, 520)).save(tmp_path / "tall.png")
+    (request,) = form("it grows", image=str(tmp_path / "tall.png")).requests(served.engine, None)
+    assert request.height > request.width and request.steps == PRESET.defaults.steps
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        ((), "No action is written down"),
+        (("", "  "), "No action is written down"),
+        (("a", "b", "c", "d", "e"), "at most 4"),
+        (("a",), "nothing to go on from"),
+    ],
+)
+def test_what_can_not_be_tried_is_refused_in_words(served, actions, words):
+    with pytest.raises(RequestError, match=words):
+        form(*actions).requests(served.engine, None)
+
+
+def test_a_video_that_still_runs_is_nothing_to_go_on_from(served, jobs):
+    served.engine.pace = Pace(step=0.2)
+    job = jobs.submit(PRESET.request(prompt="a", frames=9))
+    with pytest.raises(RequestError, match="no last frame yet"):
+        form("it grows").requests(served.engine, jobs.snapshot(job))
+
+
+def test_a_chain_is_served_as_one_video_and_its_last_frame_without_loss(served, jobs):
+    first = make(jobs, "a")
+    second = make(jobs, "b", parent=first)
+
+    def get(path):
+        return httpx.get(served.url + path)
+
+    answer = get(f"/chain/{second}.mp4?download=1")
+    assert answer.status_code == 200 and 'attachment; filename="b-' in answer.headers["content-disposition"]
+    path = jobs.snapshot(second).folder / "chain.mp4"
+    assert probe(path).frames == 17 and answer.content == path.read_bytes()
+    assert get(f"/chain/{first}.mp4").content == jobs.snapshot(first).video.read_bytes()
+    assert httpx.get(served.url + f"/chain/{second}.mp4", headers={"Range": "bytes=0-9"}).status_code == 206
+    picture = get(f"/last/{second}.png")
+    assert picture.status_code == 200 and picture.headers["content-type"] == "image/png"
+    for path in ("/chain/nobody.mp4", "/last/nobody.png", "/last/..%2F..%2Fetc.png"):
+        assert get(path).status_code == 404
+
+
+def test_what_was_seen_is_told_in_its_order_and_escaped(jobs):
+    first = make(jobs, EVIL)
+    second = make(jobs, "then that", parent=first)
+    chain = [jobs.snapshot(first), jobs.snapshot(second)]
+    html = show.story(chain, 24)
+    assert "<script>" not in html and f'final="chain/{second}.mp4"' in html and 'frames="17"' in html
+    assert html.index("alert") < html.index("then that")
+    assert f'final="video/{first}.mp4"' in show.story(chain[:1], 24)
+    assert "Begin with a picture" in Elements(show.story([], 24)).text
+
+
+def test_candidates_come_in_their_places_and_then_in_step(served, jobs):
+    group = "g1"
+    made = [jobs.submit(PRESET.request(prompt=text, frames=9, steps=2), group=group) for text in (EVIL, "b")]
+    for job in made:
+        jobs.wait(job)
+    states = jobs.of_group(group)
+    assert [state.id for state in states] == made
+    html = show.candidates(states, 24)
+    assert "<script>" not in html and html.startswith(f'<video-grid videos="video/{made[0]}.mp4 video/{made[1]}.mp4"')
+    states[1].status = "running"
+    html = show.candidates(states, 24)
+    assert html.count('class="cell"') == 2 and "<script>" not in html and "video-grid" not in html
+    assert show.messages(states) == ""
+
+
+def test_an_error_that_two_candidates_share_is_said_once(served, jobs):
+    served.engine.pace = Pace(fail_at="denoise")
+    states = [jobs.wait(jobs.submit(PRESET.request(prompt=text), group="g2")) for text in "ab"]
+    assert show.messages(states).count("ran out of memory") == 1
