@@ -326,7 +326,7 @@ class Engine:
             try:
                 for chunk in self.executor.decode(latents, settings, cancel):
                     telemetry.frame_arrived()
-                    writer.write(chunk.frames)
+                    yield from map(Warned, writer.write(chunk.frames))
                     record.keep_thumbnail(writer.path.parent, chunk.frames, writer.written, frames)
                     yield FramesReady(chunk.start, chunk.frames, frames)
             except MediaError:

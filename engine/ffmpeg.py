@@ -52,10 +52,11 @@ def last_lines(text: str) -> str:
 
 
 class Encoder:
-    """One ffmpeg that reads raw frames from its standard input. name: of the file it writes, for error messages."""
+    """One ffmpeg that reads raw frames from its standard input. name: of the file it writes, for error messages;
+    needed: whether the work is in vain if it fails."""
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str], needed: bool = True) -> None:
+        self.name, self.needed = name, needed
         # A file, since a pipe that nobody reads fills up and stops ffmpeg.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         command = [executable(), "-hide_banner", "-nostdin", "-y", "-loglevel", "warning", *arguments]
@@ -132,24 +133,39 @@ class Encoder:
         return last_lines(tail.decode("utf-8", "replace")).rstrip(".")
 
 
-def feed(encoders: Sequence[Encoder], data: memoryview) -> None:
+def feed(encoders: Sequence[Encoder], data: memoryview) -> list[tuple[Encoder, MediaError]]:
     """Give the same bytes to every encoder, each at its own speed; returns when all have taken them.
 
-    Raises MediaError if one of them ends, or if none takes anything for STALL_SECONDS.
+    An encoder fails if it ends, or takes nothing for STALL_SECONDS while nobody else does. Raises MediaError if a
+    needed one fails; returns the others that do, with the reason.
     """
     rest = {encoder.pipe: data for encoder in encoders}
+    failed: list[tuple[Encoder, MediaError]] = []
     with selectors.DefaultSelector() as selector:
         for encoder in encoders:
             selector.register(encoder.pipe, selectors.EVENT_WRITE, encoder)
         while selector.get_map():
-            ready = selector.select(STALL_SECONDS)
-            if not ready:
-                names = " and ".join(key.data.name for key in selector.get_map().values())
-                raise MediaError(f"ffmpeg took no data for {names} in {STALL_SECONDS:.0f} seconds. {FIX}")
-            for key, _ in ready:
-                rest[key.fd] = rest[key.fd][_write_some(key.data, rest[key.fd]) :]
-                if not rest[key.fd]:
-                    selector.unregister(key.fd)
+            ready = [key.data for key, _ in selector.select(STALL_SECONDS)]
+            failed += [] if ready else _stalled([key.data for key in selector.get_map().values()])
+            for encoder in ready:
+                try:
+                    rest[encoder.pipe] = rest[encoder.pipe][_write_some(encoder, rest[encoder.pipe]) :]
+                except MediaError as error:
+                    if encoder.needed:
+                        raise
+                    failed.append((encoder, error))
+            for encoder in [key.data for key in selector.get_map().values()]:
+                if not rest[encoder.pipe] or encoder in (one for one, _ in failed):
+                    selector.unregister(encoder.pipe)
+    return failed
+
+
+def _stalled(encoders: Sequence[Encoder]) -> list[tuple[Encoder, MediaError]]:
+    names = " and ".join(encoder.name for encoder in encoders)
+    error = MediaError(f"ffmpeg took no data for {names} in {STALL_SECONDS:.0f} seconds. {FIX}")
+    if any(encoder.needed for encoder in encoders):
+        raise error
+    return [(encoder, error) for encoder in encoders]
 
 
 def _write_some(encoder: Encoder, data: memoryview) -> int:

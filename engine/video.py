@@ -10,6 +10,7 @@ hold up to six frames back while the decoder works on the next chunk.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from PIL import Image
 
 from engine import ffmpeg
 from engine.errors import MediaError
+
+log = logging.getLogger(__name__)
 
 LIVE_NAME = "live.mp4"
 FINAL_NAME = "video.mp4"
@@ -93,7 +96,7 @@ class VideoWriter:
         self._settings = _settings_file(metadata)
         self._encoders: list[ffmpeg.Encoder] = []
         try:
-            self._encoders.append(ffmpeg.Encoder(LIVE_NAME, self._live_arguments()))
+            self._encoders.append(ffmpeg.Encoder(LIVE_NAME, self._live_arguments(), needed=False))
             self._encoders.append(ffmpeg.Encoder(FINAL_NAME, self._final_arguments()))
         except BaseException:
             self.abort()
@@ -112,20 +115,30 @@ class VideoWriter:
         settings = ["-f", "ffmetadata", "-i", f"file:{self._settings.name}", "-map", "0:v:0", "-map_metadata", "1"]
         return [*self._input(), *settings, "-vf", TO_BT709, *X264, *FINAL, "-f", "mp4", f"file:{self._part}"]
 
-    def write(self, frames: Any) -> None:
-        """Add frames, uint8 [t, height, width, 3] in host memory (numpy or torch). Waits for a slow ffmpeg.
+    def write(self, frames: Any) -> list[str]:
+        """Add frames, uint8 [t, height, width, 3] in host memory (numpy or torch). Waits for a slow ffmpeg. Returns
+        what the user should know, which is nothing as a rule.
 
-        Raises MediaError for another shape or type, for more frames than were announced, and if ffmpeg fails.
+        Raises MediaError for another shape or type, for more frames than were announced, and if ffmpeg fails to write
+        the final file; if it fails to write the live one, the video goes on.
         """
         array = self._checked(frames)
         try:
-            ffmpeg.feed(self._encoders, memoryview(array).cast("B"))
+            failed = ffmpeg.feed(self._encoders, memoryview(array).cast("B"))
         except BaseException:
             self.abort()
             raise
         self.written += len(array)
         # The caller's memory is used again.
         self.last = array[-1].copy() if len(array) else self.last
+        return [self._go_on_without(encoder, error) for encoder, error in failed]
+
+    def _go_on_without(self, encoder: ffmpeg.Encoder, error: MediaError) -> str:
+        """Watching the video grow is worth less than having it."""
+        encoder.kill()
+        self._encoders.remove(encoder)
+        self.live_finished = True
+        return f"This video can't be watched while it is made any more; it plays once it is whole. {error}"
 
     def _checked(self, frames: Any) -> np.ndarray:
         array = np.asarray(frames)
@@ -168,7 +181,13 @@ class VideoWriter:
         for encoder in self._encoders:
             encoder.end_input()
         for encoder in self._encoders:
-            encoder.finish(seconds)
+            try:
+                encoder.finish(seconds)
+            except MediaError as error:
+                if encoder.needed:
+                    raise
+                encoder.kill()
+                log.warning("%s", error)
             self.live_finished = True
         self._encoders.clear()
         self._settings.close()

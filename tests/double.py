@@ -183,7 +183,7 @@ class Double:
                         raise
                     partial = True
                     continue
-                writer.write(frames)
+                yield from map(Warned, writer.write(frames))
                 if first is None:
                     first = time.perf_counter() - began
                     thumbnail(frames[0], folder / "thumbnail.jpg")

@@ -6,6 +6,7 @@ import json
 import threading
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -243,6 +244,22 @@ def test_a_fault_while_decoding_keeps_what_is_there_and_the_latents(engine, tmp_
     monkeypatch.undo()
     again, _ = run(engine.decode(tmp_path / "latents.safetensors", DecodeSettings(), tmp_path / "again"))
     assert probe(again[-1].path).frames == 9
+
+
+def test_if_the_live_video_breaks_off_the_job_says_so_and_goes_on(engine, tmp_path):
+    warned = []
+    for event in engine.generate(engine.preset.request(frames=41), tmp_path):
+        if isinstance(event, FramesReady) and event.start == 0:
+            children = psutil.Process().children()
+            live = next(child for child in children if child.cmdline()[-1].endswith("live.mp4"))
+            live.kill()
+            while live.status() != psutil.STATUS_ZOMBIE:
+                pass
+        if isinstance(event, Warned):
+            warned.append(event.text)
+    assert isinstance(event, VideoFinished) and not event.partial
+    assert probe(event.path).frames == 41
+    assert len([text for text in warned if "plays once it is whole" in text]) == 1
 
 
 def test_figures_that_can_not_be_written_do_not_cost_the_video(engine, tmp_path, monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -303,6 +305,34 @@ def test_ffmpeg_that_fails_at_the_end_is_quoted(folder, tmp_path, monkeypatch):
     with pytest.raises(MediaError, match=r"exit code 5.*Error closing file"), write(folder, moving(3)) as writer:
         writer.write(moving(3))
     assert not list(folder.iterdir())
+
+
+def live_ffmpeg():
+    """The process that writes the live file."""
+    children = psutil.Process().children()
+    return next(child for child in children if child.cmdline()[-1].endswith("live.mp4"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_if_only_the_live_ffmpeg_fails_the_video_goes_on(folder, monkeypatch, how):
+    frames = moving(400)
+    with write(folder, frames) as writer:
+        assert writer.write(frames[:16]) == []
+        monkeypatch.setattr(ffmpeg, "STALL_SECONDS", 3)
+        process = live_ffmpeg()
+        process.send_signal(how)
+        said = [text for start in range(16, 400, 16) for text in writer.write(frames[start : start + 16])]
+        assert not psutil.pid_exists(process.pid) and writer.live_finished
+    assert len(said) == 1 and "plays once it is whole" in said[0] and "live.mp4" in said[0]
+    assert writer.info.frames == probe(folder / "video.mp4").frames == 400
+    assert {path.name for path in folder.iterdir()} <= {"live.mp4", "video.mp4"}
+
+
+def test_a_live_ffmpeg_that_fails_at_the_end_costs_nothing(folder):
+    with write(folder, moving(3)) as writer:
+        writer.write(moving(3))
+        live_ffmpeg().send_signal(signal.SIGKILL)
+    assert writer.info.frames == 3 and writer.live_finished
 
 
 def test_ffmpeg_that_hangs_is_ended(folder, tmp_path, monkeypatch):
