@@ -29,7 +29,7 @@ from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone
 from engine.jobs import Jobs
 from engine.latents import save_latents
 from engine.preset import Preset
-from engine.request import Request, check
+from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.shapes import latent_shape
 from engine.sides import Option
@@ -86,9 +86,6 @@ class Double:
 
     def readiness(self) -> Readiness:
         return self._readiness
-
-    def check(self, request: Request) -> None:
-        check(request, self.preset.limits)
 
     def about(self) -> dict[str, str]:
         return {"Model": self.preset.title, "Device": "a test bench", "Decoder": "plain, fp32: no GPU here <b>"}
