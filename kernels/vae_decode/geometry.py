@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride
+from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride, check_shape
+from kernels.vae_decode.winograd import COLUMNS, FRAMES, tiles
 
 
 def require(holds: bool, message: str) -> None:
@@ -95,3 +96,83 @@ def check_phases(
     require(tuple(out.shape) == wanted, f"out must be {list(wanted)}, not {shape_of(out)}")
     for name, tensor in (("inputs", inputs), ("weights", weights), ("out", out)):
         require(tensor.is_contiguous(), f"{name} must be packed; its strides are {list(tensor.stride())}")
+
+
+def _gain(gain: Tensor | None, bias: Tensor | None, channels: int, device: torch.device) -> None:
+    for vector in (gain, bias):
+        check_bias(vector, channels, device)
+
+
+def check_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
+    """ValueError unless these fit together as `write_frames` says."""
+    check_kinds(x.dtype, x.device, x=x, out=out, history=history)
+    t, h, w, c = x.shape
+    check_shape("history", history, (2, h, w, c))
+    check_shape("out", out, (t + 2, h, w, c))
+    _gain(gain, bias, c, x.device)
+    for name, tensor in (("out", out), ("history", history)):
+        _packed_frames(name, tensor)
+
+
+def check_tiles(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
+    """ValueError unless these fit together as `write_tiles` says."""
+    check_kinds(x.dtype, x.device, x=x, out=out, history=history)
+    t, h, w, c = x.shape
+    n = tiles(t, FRAMES)
+    check_shape("history", history, (2, h, w, c))
+    check_shape("out", out, (6, n, h, w, c), (24, n, h, tiles(w, COLUMNS), c))
+    _gain(gain, bias, c, x.device)
+    _packed_frames("history", history)
+    _packed_frames("out", out[0])
+
+
+def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """ValueError unless these fit together as `add` says."""
+    check_kinds(out.dtype, out.device, residual=residual, out=out)
+    for name, tensor in (("y", y), ("residual", residual)):
+        if tensor is not None:
+            check_shape(name, tensor, tuple(out.shape))
+            _packed_frames(name, tensor)
+    _packed_frames("out", out)
+    check_bias(bias, out.shape[-1], out.device)
+
+
+def check_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """ValueError unless these fit together as `write_outputs` says."""
+    check_kinds(products.dtype, products.device, products=products, out=out, residual=residual)
+    t, h, w, o = out.shape
+    n = tiles(t, FRAMES)
+    check_shape("products", products, (6, n, h, w, o), (24, n, h, tiles(w, COLUMNS), o))
+    require(products.is_contiguous(), "the products must be packed")
+    check_sum(out, out, bias, residual)
+
+
+def check_enlarge(out: Tensor, z: Tensor, bias: Tensor, source: Tensor) -> None:
+    """ValueError unless these fit together as `enlarge` says."""
+    check_kinds(z.dtype, z.device, z=z, source=source, out=out)
+    t, h, w, c = source.shape
+    o = out.shape[-1]
+    require(c % o == 0 and c // o in (1, 2, 4), f"a shortcut takes 1, 2 or 4 times {o} channels, not {c}")
+    check_shape("out", out, (t, 2 * h, 2 * w, o))
+    check_shape("z", z, (t, h + 1, w + 1, 4 * o))
+    check_bias(bias, o, z.device)
+    for name, tensor in (("out", out), ("z", z), ("source", source)):
+        _packed_frames(name, tensor)
+
+
+def check_stencil(out: Tensor, values: Tensor, bias: Tensor, finite: Tensor) -> None:
+    """ValueError unless these fit together as `stencil` says: a plane of another depth or height would be read out of
+    bounds."""
+    check_kinds(values.dtype, values.device, values=values)
+    check_device(values.device, out=out, bias=bias, finite=finite)
+    require(values.ndim == 4 and values.shape[1] > 2, f"values {shape_of(values)} have no rows between their halo")
+    require(values.shape[3] >= 108, f"values must hold nine planes of 12, 108 channels, not {values.shape[3]}")
+    t, h, w = values.shape[0], values.shape[1] - 2, values.shape[2]
+    shape = (t, 2 * h, 2 * w, 3) if out.dtype == torch.uint8 else (t, h, w, 12)
+    check_dtype("out", out, torch.uint8, torch.float32)
+    check_shape("out", out, shape)
+    check_bias(bias, 12, values.device)
+    check_dtype("finite", finite, torch.int32)
+    check_shape("finite", finite, (1,))
+    for name, tensor in (("values", values), ("out", out)):
+        _packed_frames(name, tensor)
