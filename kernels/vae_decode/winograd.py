@@ -41,6 +41,7 @@ TIME_OUTPUTS = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0
 WIDTH_TAPS = ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1))
 WIDTH_INPUTS = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
 WIDTH_OUTPUTS = ((1, 1, 1, 0), (0, 1, -1, -1))
+FOLD = (((1, 0, 0), (0, 1, 1)), ((1, 1, 0), (0, 0, 1)))  # of three rows onto two, for an even and an odd output row
 
 
 def matrix(rows: tuple[tuple[float, ...], ...], like: Tensor) -> Tensor:
@@ -59,6 +60,27 @@ def transform_weight(weight: Tensor, way: Way, dtype: torch.dtype) -> Tensor:
     if way == "time_width":
         phases = torch.einsum("jw,iohwc->ijohc", matrix(WIDTH_TAPS, weight), phases).flatten(0, 1).unsqueeze(3)
     return phases.to(dtype).contiguous()
+
+
+def four_phases(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[o, c, 3, 3] after nearest doubling -> [4 o, 2, 2, c] on the small image, phases in the order (p, q).
+
+    An even output row sees the small rows i-1, i, i, an odd one i, i, i+1: the weights of a row seen twice add up,
+    which leaves 4/9 of the multiplications. Summed in fp64, rounded once.
+    """
+    fold = torch.tensor(FOLD, dtype=torch.float64, device=weight.device)
+    return torch.einsum("pua,qvb,ocab->pqouvc", fold, fold, weight.double()).flatten(0, 2).to(dtype).contiguous()
+
+
+def nine_planes(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[12, c, 3, 3, 3] -> [112, 3, 1, 1, c]: channel 12 (3 a + b) + k is what tap (a, b) gives to output k, four are 0.
+
+    A convolution to 12 channels reads far more than it computes; one of 3 x 1 x 1 to 108 reads each input once, and
+    `stencil` adds up the nine shifted planes.
+    """
+    planes = weight.permute(3, 4, 0, 2, 1).flatten(0, 2)
+    planes = torch.nn.functional.pad(planes, (0, 0, 0, 0, 0, -len(planes) % 16))
+    return planes[:, :, None, None].to(dtype).contiguous()
 
 
 def tiles(length: int, size: int) -> int:

@@ -1,0 +1,284 @@
+"""The decoder's layers over passes and convolutions. Each works on bands of rows and knows nothing of the video.
+
+A layer's input is computed once, row by row, into a buffer that is as high as the plan allows, with a halo row on each
+side: the neighbour's where there is one, else zero. So a band needs no padding, and what it gives depends neither on
+its height nor on where it begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from kernels.vae_decode.convolve import Convolver
+from kernels.vae_decode.state import State
+from kernels.vae_decode.winograd import COLUMNS, FRAMES, PHASES, Way, four_phases, nine_planes, tiles, transform_weight
+
+Write = Callable[[Tensor, Tensor, Tensor], None]  # buffer rows, input rows, history rows
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What layers compute with. passes: `passes` or `reference`; ways: the way of a 3 x 3 x 3 convolution from its
+    inputs, outputs and level."""
+
+    passes: ModuleType
+    convolver: Convolver
+    dtype: torch.dtype
+    ways: Callable[[int, int, int], Way]
+
+
+def _gain(norm: nn.Module) -> Tensor:
+    """fp32: the norm's gain with the square root of the channels in it."""
+    gamma = norm.gamma.detach().flatten().float()
+    return gamma * gamma.numel() ** 0.5
+
+
+def _bias(module: nn.Module) -> Tensor:
+    return module.bias.detach().float()
+
+
+def _rows_of(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, rows]
+
+
+class CausalConv:
+    """norm and SiLU (where there is a norm), then a 3 x 3 x 3 convolution of this frame and the two before it."""
+
+    def __init__(self, name: str, module: nn.Module, norm: nn.Module | None, level: int, kit: Kit) -> None:
+        self.name, self.kit = name, kit
+        self.outputs, self.inputs = module.weight.shape[:2]
+        self.way: Way = "direct" if norm is None else kit.ways(self.inputs, self.outputs, level)
+        self.gain = None if norm is None else _gain(norm)
+        self.weight, self.bias = transform_weight(module.weight.detach(), self.way, kit.dtype), _bias(module)
+
+    @property
+    def leaves_bias(self) -> bool:
+        """Whether a call without residual leaves the bias to the pass that reads its output, which adds it for free."""
+        return self.way == "direct" and not self.kit.convolver.fuses
+
+    def __call__(
+        self, x: Tensor, out: Tensor, state: State, residual: Tensor | None = None, before: Tensor | None = None
+    ) -> None:
+        """out [t, h, w, o] = convolution of x [t, h, w, c] + bias + residual, which may be out; before: a bias that x
+        still lacks."""
+        first = state.first(self.name)
+        if self.way == "direct":
+            self._direct(x, out, state, residual, before)
+        elif self.way == "time" and first and len(x) == 1:
+            self._last_tap(x, out, state, residual, before)
+        else:
+            self._tiles(x, out, state, residual, before)
+
+    def _direct(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
+        t, _, w, c = x.shape
+        fuses = self.kit.convolver.fuses
+        for rows, buffer in bands(self.name, x, lambda n: (t + 2, n, w, c), self._frames(before), state, self.outputs):
+            target, beside = out[:, rows], _rows_of(residual, rows)
+            if fuses or (residual is None and self.leaves_bias and self.gain is not None):
+                self.kit.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
+                continue
+            y = torch.empty_like(target, memory_format=torch.contiguous_format)
+            self.kit.convolver.direct(buffer, self.weight, None, None, y, (0, 0))
+            self.kit.passes.add(target, y, self.bias, beside)
+            del y  # before the next band's is made
+
+    def _last_tap(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
+        """The video's first frame: behind two of zeros only the last tap counts, which is the last of the weights."""
+        _, _, w, c = x.shape
+        for rows, buffer in bands(self.name, x, lambda n: (3, n, w, c), self._frames(before), state, self.outputs):
+            product = out.new_empty(1, 1, rows.stop - rows.start, w, self.outputs)
+            self.kit.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
+            self.kit.passes.add(out[:, rows], product[0], self.bias, _rows_of(residual, rows))
+            del product
+
+    def _tiles(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
+        t, _, w, c = x.shape
+        phases, n = PHASES[self.way], tiles(t, FRAMES)
+        columns, pad = (w, (1, 1)) if self.way == "time" else (tiles(w, COLUMNS), (0, 0))
+
+        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
+            self.kit.passes.write_tiles(buffer, rows, self.gain, before, history)
+
+        for rows, inputs in bands(self.name, x, lambda k: (phases, n, k, columns, c), write, state, self.outputs):
+            products = out.new_empty(phases, n, rows.stop - rows.start, columns, self.outputs)
+            self.kit.convolver.phases(inputs, self.weight, products, (0, 0), pad)
+            self.kit.passes.write_outputs(out[:, rows], products, self.bias, _rows_of(residual, rows))
+            del products
+
+    def _frames(self, before: Tensor | None) -> Write:
+        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
+            self.kit.passes.write_frames(buffer, rows, self.gain, before, history)
+
+        return write
+
+
+def bands(
+    name: str,
+    x: Tensor,
+    shape: Callable[[int], tuple[int, ...]],
+    write: Write,
+    state: State,
+    outputs: int,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Bands of rows of x, each with a packed buffer of its input and halo rows, valid until the next one is taken.
+
+    shape: of a buffer of so many rows, which are its third dimension from the end; outputs: channels made of x's.
+    """
+    h, history = x.shape[1], state.history(name, x)
+    above, below = state.rows.halo(x)
+    height = state.plan.band(math.prod(shape(1)) * x.element_size(), outputs / x.shape[3], h)
+    memory = x.new_empty(math.prod(shape(height + 2)))
+    edge = None
+    for a in range(0, h, height):
+        b = min(a + height, h)
+        lengths = shape(b - a + 2)
+        buffer = memory[: math.prod(lengths)].view(lengths)
+        if edge is None:
+            _outside(buffer.narrow(-3, 0, 1), above, history[:, :1], write)
+        else:
+            buffer.narrow(-3, 0, 2).copy_(edge)
+        start, stop = (0 if edge is None else a + 1), min(b + 1, h)
+        if stop > start:
+            fresh = buffer.narrow(-3, start - a + 1, stop - start)
+            write(fresh, x[:, start:stop], history[:, start + 1 : stop + 1])
+        if b == h:
+            _outside(buffer.narrow(-3, b - a + 1, 1), below, history[:, -1:], write)
+        else:
+            edge = buffer.narrow(-3, b - a, 2).clone()
+        yield slice(a, b), buffer
+
+
+def _outside(row: Tensor, neighbour: Tensor | None, history: Tensor, write: Write) -> None:
+    """The halo row: zeros beyond the picture, else from the neighbour's row."""
+    if neighbour is None:
+        row.zero_()
+    else:
+        write(row, neighbour, history)
+
+
+class ResidualBlock:
+    """norm, SiLU, convolution, twice, plus the input (through a 1 x 1 x 1 where the width changes)."""
+
+    def __init__(self, name: str, module: nn.Module, level: int, kit: Kit) -> None:
+        self.conv1 = CausalConv(f"{name}.conv1", module.conv1, module.norm1, level, kit)
+        self.conv2 = CausalConv(f"{name}.conv2", module.conv2, module.norm2, level, kit)
+        self.shortcut = None
+        if not isinstance(module.conv_shortcut, nn.Identity):
+            self.shortcut = module.conv_shortcut.weight.detach().flatten(1).to(kit.dtype)
+            # One sum, one rounding: the shortcut's bias goes where the second convolution's goes.
+            self.conv2.bias = self.conv2.bias + _bias(module.conv_shortcut)
+
+    def __call__(self, x: Tensor, out: Tensor, state: State) -> None:
+        """x [t, h, w, c] -> out [t, h, w, o], which may be x where the width stays."""
+        middle = torch.empty_like(out, memory_format=torch.contiguous_format)
+        self.conv1(x, middle, state)
+        if self.shortcut is not None:
+            torch.mm(x.flatten(0, 2), self.shortcut.T, out=out.flatten(0, 2))
+        residual = x if self.shortcut is None else out
+        self.conv2(middle, out, state, residual, self.conv1.bias if self.conv1.leaves_bias else None)
+
+
+class Upsampler:
+    """Twice the height and width, and twice the frames where the level has a time convolution; adds the shortcut, which
+    is read where it is added and never written out."""
+
+    def __init__(self, name: str, module: nn.Module, kit: Kit) -> None:
+        self.name, self.kit = name, kit
+        spatial = module.resample[1]
+        self.outputs = spatial.out_channels
+        self.weight, self.bias = four_phases(spatial.weight.detach(), kit.dtype)[None], _bias(spatial)
+        self.time_weights: tuple[Tensor, ...] = ()
+        self.factor = 1
+        if module.mode == "upsample3d":
+            self.factor = 2
+            weight = transform_weight(module.time_conv.weight.detach(), "direct", kit.dtype)
+            self.time_weights, self.time_biases = weight.chunk(2), _bias(module.time_conv).chunk(2)
+
+    def __call__(self, stream: Tensor, source: Tensor, state: State) -> Tensor:
+        """stream: what `room` made, with the frames in it; source [t, h, w, c] -> [t * factor, 2h, 2w, o]. The video's
+        first frame is never doubled in time."""
+        t, h, w, _ = source.shape
+        alone = state.first(self.name)
+        factor = 1 if alone else self.factor
+        out = stream.new_empty(t * factor, 2 * h, 2 * w, self.outputs)
+        if factor == 1:
+            self._enlarge(stream[len(stream) - t :], source, out, state)
+            return out
+        history = state.history(self.name, stream, halo=0)
+        stream[:2] = history
+        for phase, (weight, bias) in enumerate(zip(self.time_weights, self.time_biases, strict=True)):
+            y = torch.empty_like(stream[2:])
+            fuses = self.kit.convolver.fuses
+            self.kit.convolver.direct(stream, weight, bias if fuses else None, None, y, (0, 0))
+            if not fuses:
+                self.kit.passes.add(y, y, bias, None)
+            self._enlarge(y, source, out[phase::2], state)
+        history.copy_(stream[-2:])
+        return out
+
+    def room(self, t: int, h: int, w: int, channels: int, like: Tensor) -> Tensor:
+        """Memory for a level's frames: with two in front where a time convolution will look back on them."""
+        return like.new_empty(t + (2 if self.factor == 2 else 0), h, w, channels)
+
+    def _enlarge(self, y: Tensor, source: Tensor, out: Tensor, state: State) -> None:
+        """out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + bias + shortcut, a few frames at a time."""
+        above, below = state.rows.halo(y)
+        pads = (int(above is None), int(below is None))
+        t, h, w, _ = source.shape
+        step = state.plan.frames_of((h + 1) * (w + 1) * 4 * self.outputs * y.element_size(), t)
+        for k in range(0, t, step):
+            part = slice(k, min(k + step, t))
+            halo = [piece[part] for piece in (above, y, below) if piece is not None]
+            rows = halo[0] if len(halo) == 1 else torch.cat(halo, 1)
+            z = y.new_empty(1, len(rows), h + 1, w + 1, 4 * self.outputs)
+            self.kit.convolver.phases(rows[None], self.weight, z, pads, (1, 1))
+            self.kit.passes.enlarge(out[part], z[0], self.bias, source[part])
+            del z, rows, halo
+
+
+class UpBlock:
+    """A level: residual blocks in one stream of frames, then the upsampler (the last level has none)."""
+
+    def __init__(self, name: str, module: nn.Module, level: int, kit: Kit) -> None:
+        self.blocks = [ResidualBlock(f"{name}.resnets.{i}", m, level, kit) for i, m in enumerate(module.resnets)]
+        self.outputs = module.out_dim
+        up = module.upsampler
+        self.upsampler = None if up is None else Upsampler(f"{name}.upsampler", up, kit)
+
+    def __call__(self, x: Tensor, state: State) -> Tensor:
+        """x [t, h, w, c] -> the next level's input."""
+        t, h, w, _ = x.shape
+        up = self.upsampler
+        stream = x.new_empty(t, h, w, self.outputs) if up is None else up.room(t, h, w, self.outputs, x)
+        y = stream[len(stream) - t :]
+        for k, block in enumerate(self.blocks):
+            block(y if k else x, y, state)
+        return y if up is None else up(stream, x, state)
+
+
+class Head:
+    """norm, SiLU and the last convolution: twelve channels, the four pixels of each position in three colours."""
+
+    def __init__(self, decoder: nn.Module, kit: Kit) -> None:
+        self.kit, self.gain = kit, _gain(decoder.norm_out)
+        self.weight, self.bias = nine_planes(decoder.conv_out.weight.detach(), kit.dtype), _bias(decoder.conv_out)
+
+    def __call__(self, x: Tensor, out: Tensor, finite: Tensor, state: State) -> None:
+        """x [t, h, w, c] -> out as in `reference.stencil`."""
+        t, _, w, c = x.shape
+        scale = 2 if out.dtype == torch.uint8 else 1
+
+        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
+            self.kit.passes.write_frames(buffer, rows, self.gain, None, history)
+
+        for rows, buffer in bands("conv_out", x, lambda n: (t + 2, n, w, c), write, state, len(self.weight)):
+            values = x.new_empty(t, buffer.shape[1], w, len(self.weight))
+            self.kit.convolver.direct(buffer, self.weight, None, None, values, (0, 0))
+            self.kit.passes.stencil(out[:, scale * rows.start : scale * rows.stop], values, self.bias, finite)
+            del values

@@ -1,0 +1,94 @@
+"""Fewer multiplications, the same sums: every transform against direct convolution in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.vae_decode import reference
+from kernels.vae_decode.winograd import (
+    TIME_INPUTS,
+    TIME_OUTPUTS,
+    WIDTH_INPUTS,
+    WIDTH_OUTPUTS,
+    four_phases,
+    matrix,
+    nine_planes,
+    transform_weight,
+)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def direct(x, weight):
+    """x [t + 2, h, w, c] -> [t, h, w, o], zeros around each frame."""
+    y = F.conv3d(x.permute(3, 0, 1, 2)[None], weight, padding=(0, 1, 1))
+    return y[0].permute(1, 2, 3, 0)
+
+
+def test_tiles_along_time():
+    x, weight = drawn(10, 3, 5, 4), drawn(6, 4, 3, 3, 3, seed=1)
+    inputs = torch.einsum("ik,nhwck->inhwc", matrix(TIME_INPUTS, x), x.unfold(0, 6, 4))
+    kernels = transform_weight(weight, "time", torch.float64)
+    products = torch.stack(
+        [
+            F.conv2d(v.permute(0, 3, 1, 2), u.permute(0, 3, 1, 2), padding=1)
+            for v, u in zip(inputs, kernels, strict=True)
+        ]
+    )
+    y = torch.einsum("fi,inohw->nfhwo", matrix(TIME_OUTPUTS, x), products).flatten(0, 1)
+    assert torch.allclose(y, direct(x, weight), atol=1e-12)
+
+
+def test_tiles_along_time_and_width():
+    x, weight = drawn(6, 3, 4, 4), drawn(6, 4, 3, 3, 3, seed=1)
+    rows = F.pad(x, (0, 0, 1, 1)).unfold(0, 6, 4).unfold(2, 4, 2)
+    inputs = torch.einsum("ik,jl,nhwckl->ijnhwc", matrix(TIME_INPUTS, x), matrix(WIDTH_INPUTS, x), rows).flatten(0, 1)
+    kernels = transform_weight(weight, "time_width", torch.float64)
+    assert kernels.shape == (24, 6, 3, 1, 4)
+    products = torch.stack(
+        [
+            F.conv2d(v.permute(0, 3, 1, 2), u.permute(0, 3, 1, 2), padding=(1, 0))
+            for v, u in zip(inputs, kernels, strict=True)
+        ]
+    )
+    y = torch.einsum(
+        "fi,vj,ijnohw->nfhwvo", matrix(TIME_OUTPUTS, x), matrix(WIDTH_OUTPUTS, x), products.unflatten(0, (6, 4))
+    )
+    assert torch.allclose(y.flatten(3, 4).flatten(0, 1), direct(x, weight), atol=1e-12)
+
+
+def test_the_last_weight_is_the_last_tap():
+    weight = drawn(6, 4, 3, 3, 3)
+    last = transform_weight(weight, "time", torch.float64)[-1]
+    assert torch.equal(last, weight[:, :, 2].permute(0, 2, 3, 1))
+
+
+def test_weights_are_rounded_once():
+    weight = drawn(8, 8, 3, 3, 3).float()
+    for way in ("direct", "time", "time_width"):
+        wide = transform_weight(weight, way, torch.float64)
+        assert torch.equal(transform_weight(weight, way, torch.float16), wide.half())
+
+
+@pytest.mark.parametrize("h, w", [(4, 6), (3, 5), (1, 1)])
+def test_four_phases_equal_doubling_then_convolving(h, w):
+    weight, x, source = drawn(5, 3, 3, 3), drawn(2, 3, h, w, seed=1), torch.zeros(2, h, w, 5)
+    expected = F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest-exact"), weight, padding=1)
+    z = F.conv2d(x, four_phases(weight, torch.float64).permute(0, 3, 1, 2), padding=1).permute(0, 2, 3, 1).float()
+    out = torch.empty(2, 2 * h, 2 * w, 5)
+    reference.enlarge(out, z.contiguous(), torch.zeros(5), source)
+    assert torch.allclose(out.double(), expected.permute(0, 2, 3, 1), atol=1e-5)
+
+
+def test_nine_planes_and_their_stencil_are_the_last_convolution():
+    x, weight, bias = drawn(4, 5, 6, 8).float(), drawn(12, 8, 3, 3, 3, seed=1).float(), drawn(12, seed=2).float()
+    planes = nine_planes(weight, torch.float32)
+    assert planes.shape == (112, 3, 1, 1, 8) and not planes[108:].any()
+    values = F.conv3d(F.pad(x, (0, 0, 0, 0, 1, 1)).permute(3, 0, 1, 2)[None], planes.permute(0, 4, 1, 2, 3))
+    out, finite = torch.empty(2, 5, 6, 12), torch.ones(1, dtype=torch.int32)
+    reference.stencil(out, values[0].permute(1, 2, 3, 0).contiguous(), bias, finite)
+    assert torch.allclose(out, direct(x, weight) + bias, atol=1e-3) and finite.item() == 1
