@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.compare import SSIM_THREADS, Decoder
+from engine.shapes import video_frames
 from engine.vae_stream import SLICE_BYTES
 
 # Time relative to the fastest, on two CPU cores and on one H200. A guess for other machines, until they have run it.
@@ -23,6 +24,12 @@ REMEMBERED = 1772
 # small model at 256 x 448 on a CPU (143 MiB for ours), 24.4 GiB at 704 x 1248 on a GPU.
 ALIVE = 6
 ALIVE_REFERENCE = {"cpu": 21, "cuda": 8}
+
+
+def decode_work(frames: int, height: int, width: int) -> int:
+    """What the time of decoding goes with, for latents of this shape: positions of all frames that come out. The first
+    latent frame makes one frame, not four, and takes a quarter of the time of another."""
+    return video_frames(frames) * height * width
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,9 @@ class DecodeCosts:
         self._rates: dict[Decoder, float] = {}
         self._bytes: dict[Decoder, float] = {}
 
-    def learn(self, decoder: Decoder, voxels: float, seconds: float, added: float | None = None) -> None:
-        """One delivery. voxels: latent positions of all frames; added: bytes a latent position of one frame."""
-        self._rates[decoder] = voxels / max(seconds, 1e-9)
+    def learn(self, decoder: Decoder, work: float, seconds: float, added: float | None = None) -> None:
+        """One delivery. work: as of `decode_work`; added: bytes a latent position of one frame."""
+        self._rates[decoder] = work / max(seconds, 1e-9)
         if added is not None:
             self._bytes[decoder] = added
 
@@ -75,7 +82,8 @@ class DecodeCosts:
         area = height * width
         known = self._bytes.get(decoder)
         needed = known * area if known is not None else self._formula(decoder, area, config)
-        return DecodeCost(frames * area / rate if rate else None, int(needed), decoder in self._rates)
+        work = decode_work(frames, height, width)
+        return DecodeCost(work / rate if rate else None, int(needed), decoder in self._rates)
 
     def _guess(self, decoder: Decoder) -> float | None:
         if not self._rates:

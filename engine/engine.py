@@ -6,7 +6,6 @@ busy engine refuses in words.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -22,12 +21,13 @@ from engine import estimate as cost
 from engine import record
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
-from engine.decode_cost import CompareCost, DecodeCosts
+from engine.decode_cost import CompareCost, DecodeCosts, decode_work
 from engine.denoise import Step
 from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.executor import LocalExecutor, choose_device, choose_precision
 from engine.latents import load_latents, save_latents
+from engine.measure import measure
 from engine.memory import in_words, memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
@@ -171,8 +171,8 @@ class Engine:
                     self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
                     self.executor.load(settings, self._report)
                 if self._rates is None:
-                    self._rates = self.executor.measure(self.preset)
-                    self._costs.learn(self.decoder(self.preset.decode), self._rates.voxels, 1.0)
+                    self._rates = measure(self.executor, self.preset)
+                    self._costs.learn(self.decoder(self.preset.decode), self._rates.positions, 1.0)
                 if self._preview_map is None and settings.preview == "on":
                     self._preview_map = self._fit_preview()
             except Exception as error:
@@ -193,10 +193,13 @@ class Engine:
         return self._readiness
 
     def estimate(self, request: Request) -> cost.Estimate | None:
-        """How long a request will take; None before the model is loaded."""
+        """What a request will take; None before the model is loaded. RequestError for an absent decoder."""
         if self._rates is None:
             return None
-        return cost.estimate(self.executor.transformer.config, request, self._rates)
+        latents = latent_shape(request.frames, request.height, request.width)[1:]
+        decode = self._costs.predict(self.decoder(request.decode), latents, self.executor.vae.config)
+        transformer = self.executor.transformer
+        return cost.estimate(transformer.config, request, self._rates, decode, transformer.dtype.itemsize)
 
     def decoder(self, settings: DecodeSettings) -> Decoder:
         """Path and precision that settings mean on this machine. RequestError where there is no such path."""
@@ -336,7 +339,8 @@ class Engine:
                     raise
                 early = error
         yield StageEnded("decode", stage.seconds, stage.peaks)
-        self._learn_decode(latents, writer.written / frames, stage.seconds)
+        work = decode_work(*latents.shape[2:]) * writer.written / frames
+        self._costs.learn(self.decoder(settings), work, stage.seconds)
         return early
 
     def _stage(self, telemetry: Telemetry, name: Stage, work: Callable[[], T]) -> Run[T]:
@@ -371,17 +375,12 @@ class Engine:
             "versions": self.executor.versions(),
         }
 
-    def _learn_decode(self, latents: torch.Tensor, share: float, seconds: float) -> None:
-        voxels = share * latents[0, 0].numel()
-        self._rates = dataclasses.replace(self._rates, voxels=voxels / seconds)
-
     def _learn_sides(self, comparison: Comparison) -> None:
         frames, height, width = comparison.latents.shape[2:]
         for side in comparison.sides:
             if side.seconds:
-                voxels = frames * height * width
                 added = side.added / (height * width) if side.added is not None else None
-                self._costs.learn(side.decoder, voxels, side.seconds, added)
+                self._costs.learn(side.decoder, decode_work(frames, height, width), side.seconds, added)
 
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."

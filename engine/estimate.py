@@ -1,13 +1,15 @@
-"""How long a request will take here, from what this machine was measured to do."""
+"""How long a request will take here and how much memory, from what this machine was measured to do."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.decode_cost import DecodeCost
 from engine.request import Request
 from engine.shapes import latent_shape, video_tokens
 
@@ -15,16 +17,23 @@ TEXT_TOKENS = 64
 # Text, first frame and file are small beside the rest; this much a video was seen on two cores.
 OTHER_SECONDS = 2.0
 SOME_STEPS = 8
+# Of what a pass holds at its peak, in vectors of the model's width a token, beside those of the MLP; and in copies of
+# the latents in fp32. Seen on a CPU at 49 frames of 448 x 256 to 1248 x 704.
+VECTORS, LATENT_COPIES = 13, 8
+# Three buffers of 16 frames that the decoder hands out in turn.
+RING_FRAMES = 48
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds by stage; basis: a sentence on what was measured."""
+    """Seconds by stage; basis: a sentence on what was measured; bytes: the most that will be held at once, with all
+    that is loaded (of the device, or of this process on a CPU), None where that is not known."""
 
     denoise: float
     decode: float
     other: float
     basis: str
+    bytes: int | None = None
 
     @property
     def total(self) -> float:
@@ -34,12 +43,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: floating-point operations a second in the transformer; voxels: latent positions decoded a second;
-    speedups: by quality, how much faster than "full" a video was made here; a quality not in it was not measured."""
+    """flops: floating-point operations a second in the transformer; pass_seconds: what a pass takes beside those,
+    whatever its size; positions: decoded a second, see `decode_work`; loaded: bytes that are held before any work,
+    None where that is not known; speedups: by quality, how much faster than "full" a video was made here; a quality
+    not in it was not measured."""
 
     flops: float
-    voxels: float
+    positions: float
     basis: str
+    pass_seconds: float = 0.0
+    loaded: int | None = None
     speedups: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -55,25 +68,40 @@ def pass_flops(config: Any, frames: int, height: int, width: int) -> float:
     return config.num_layers * (linear + attention)
 
 
+def passes(request: Request) -> int:
+    """Passes of the transformer, both guidance branches."""
+    return request.steps * (2 if request.guidance > 1 else 1)
+
+
 def request_flops(config: Any, request: Request) -> float:
     """Operations of a whole denoising run, both guidance branches."""
-    branches = 2 if request.guidance > 1 else 1
-    return request.steps * branches * pass_flops(config, request.frames, request.height, request.width)
+    return passes(request) * pass_flops(config, request.frames, request.height, request.width)
 
 
-def request_voxels(request: Request) -> int:
-    """Latent positions to decode."""
-    _, frames, height, width = latent_shape(request.frames, request.height, request.width)
-    return frames * height * width
+def denoise_seconds(config: Any, request: Request, rates: Rates) -> float:
+    """Of a whole run in full quality."""
+    return passes(request) * rates.pass_seconds + request_flops(config, request) / rates.flops
 
 
-def estimate(config: Any, request: Request, rates: Rates) -> Estimate:
-    """Seconds that a request will take at these rates."""
+def denoise_bytes(config: Any, request: Request, itemsize: int) -> int:
+    """What denoising holds on top of the weights. itemsize: of the transformer's dtype."""
+    width = config.num_attention_heads * config.attention_head_dim
+    tokens = video_tokens(request.frames, request.height, request.width)
+    latents = math.prod(latent_shape(request.frames, request.height, request.width)) * 4
+    return int(tokens * width * itemsize * (VECTORS + 2 * config.mlp_ratio)) + LATENT_COPIES * latents
+
+
+def estimate(config: Any, request: Request, rates: Rates, decode: DecodeCost, itemsize: int) -> Estimate:
+    """What a request will take at these rates. decode: of its latents with its decoder; itemsize: of the transformer's
+    dtype."""
+    ring = RING_FRAMES * request.height * request.width * 3
+    most = max(denoise_bytes(config, request, itemsize), decode.bytes + ring)
     return Estimate(
-        denoise=request_flops(config, request) / rates.flops / rates.speedups.get(request.denoise.quality, 1.0),
-        decode=request_voxels(request) / rates.voxels,
+        denoise=denoise_seconds(config, request, rates) / rates.speedups.get(request.denoise.quality, 1.0),
+        decode=decode.seconds or 0.0,
         other=OTHER_SECONDS,
         basis=rates.basis,
+        bytes=None if rates.loaded is None else rates.loaded + most,
     )
 
 
@@ -87,11 +115,17 @@ def learn_denoise(
     rates: Rates, config: Any, request: Request, seconds: float, steps: Sequence[tuple[float, int]]
 ) -> Rates:
     """What a denoising run of so many seconds teaches. steps: of each, its seconds and the passes that it skipped."""
-    basis, flops = "the last video made here", request_flops(config, request)
     if request.denoise.quality == "full":
-        return dataclasses.replace(rates, flops=flops / seconds, basis=basis)
+        return _scaled(rates, seconds / denoise_seconds(config, request, rates))
     # The first step warms caches up, and a step that skips on one branch only is neither one nor the other.
     whole = [each for each, skipped in steps if not skipped]
     full = len(steps) * statistics.median(whole[1:] or whole)
     speedups = {**rates.speedups, request.denoise.quality: full / seconds}
-    return dataclasses.replace(rates, flops=flops / full, basis=basis, speedups=speedups)
+    scaled = _scaled(rates, full / denoise_seconds(config, request, rates))
+    return dataclasses.replace(scaled, speedups=speedups)
+
+
+def _scaled(rates: Rates, slower: float) -> Rates:
+    """The rates of a machine that turned out so much slower than they say."""
+    flops, fixed = rates.flops / slower, rates.pass_seconds * slower
+    return dataclasses.replace(rates, flops=flops, pass_seconds=fixed, basis="the last video made here")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,17 @@ import torch
 from PIL import Image
 
 import engine.checkpoint as files
-from engine.condition import encode_image, make_condition, prepare_image
+from engine.condition import encode_image, prepare_image
 from engine.decode import FrameChunk, decode, explain, float_frames
 from engine.denoise import Step, denoise
 from engine.errors import RequestError
-from engine.estimate import Rates, request_flops, request_voxels
 from engine.latents import folder_hash
-from engine.noise import draw_noise
-from engine.preset import Preset
 from engine.preview import LinearMap, map_for
 from engine.prompt import TextEmbedding
 from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
-from engine.shapes import latent_shape
 
-WARM_UP_FRAMES = 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Report = Callable[[str, int, int], None]
 
@@ -149,23 +142,6 @@ class LocalExecutor:
         """The same frames before rounding, for measuring: fp32 [t, 3, H, W] in [-1, 1] on the host."""
         for frames in float_frames(self.vae, latents.to(self.device), settings, cancel):
             yield frames.cpu()
-
-    def measure(self, preset: Preset) -> Rates:
-        """A short run at the preset's size: warms the device up and tells how fast it is."""
-        full = dataclasses.replace(preset.denoise, quality="full")
-        request = preset.request(prompt="", frames=WARM_UP_FRAMES, steps=1, guidance=1.0, denoise=full)
-        shape = (1, *latent_shape(request.frames, request.height, request.width))
-        text = (self.encode_prompt(request.prompt), None)
-        never = threading.Event()
-        for _ in range(2):
-            started = time.perf_counter()
-            (step,) = self.denoise(request, text, make_condition(shape[1:]), draw_noise(0, shape), never)
-            denoised = time.perf_counter()
-            for _chunk in self.decode(step.latents, preset.decode, never):
-                pass
-            decoded = time.perf_counter()
-        flops = request_flops(self.transformer.config, request) / (denoised - started)
-        return Rates(flops, request_voxels(request) / (decoded - denoised), "a short run when the model was loaded")
 
     def explain_decode(self, settings: DecodeSettings) -> tuple[str, str, str]:
         """Path, precision and the reason for them, for these settings on this device."""
