@@ -37,6 +37,8 @@ class Rows:
     halo = 0  # rows of others that stand above and below ours where a convolution is three rows high
     pad = 1  # rows of zeros that such a convolution has to add on each side
     mine = slice(None)
+    above: int | None = None  # ranks of the neighbours, None at the edge of the picture
+    below: int | None = None
     pixels = slice(None)  # of a frame's picture, those that come of `mine`
 
     def height(self, h: int) -> int:

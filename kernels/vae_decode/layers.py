@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.vae_decode.convolve import Convolver
-from kernels.vae_decode.state import State
+from kernels.vae_decode.state import State, beside
 from kernels.vae_decode.winograd import COLUMNS, FRAMES, PHASES, Way, four_phases, nine_planes, tiles, transform_weight
 
 Write = Callable[[Tensor, Tensor, Tensor], None]  # buffer rows, input rows, history rows
@@ -131,7 +131,7 @@ def bands(
     shape: of a buffer of so many rows, which are its third dimension from the end; outputs: channels made of x's.
     """
     h, history = x.shape[1], state.history(name, x)
-    above, below = state.rows.halo(x)
+    above, below = beside(state.rows, x)
     height = state.plan.band(math.prod(shape(1)) * x.element_size(), outputs / x.shape[3], h)
     memory = x.new_empty(math.prod(shape(height + 2)))
     edge = None
@@ -228,7 +228,7 @@ class Upsampler:
 
     def _enlarge(self, y: Tensor, source: Tensor, out: Tensor, state: State) -> None:
         """out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + bias + shortcut, a few frames at a time."""
-        above, below = state.rows.halo(y)
+        above, below = beside(state.rows, y)
         pads = (int(above is None), int(below is None))
         t, h, w, _ = source.shape
         step = state.plan.frames_of((h + 1) * (w + 1) * 4 * self.outputs * y.element_size(), t)

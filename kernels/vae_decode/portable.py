@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from engine.bands import Rows
 from engine.vae_stream import Attention, Pointwise, check_supported
 from kernels.vae_decode import reference
 from kernels.vae_decode.convolve import Convolver, Cudnn
 from kernels.vae_decode.layers import CausalConv, Head, Kit, ResidualBlock, UpBlock
 from kernels.vae_decode.plan import PLANS, Level, Plan, peak
-from kernels.vae_decode.state import Rows, State
+from kernels.vae_decode.state import State
 from kernels.vae_decode.winograd import Way
 
 Ways = Callable[[int, int, int], Way]
@@ -134,7 +135,7 @@ class PortableDecoder:
         self.conv_in(z, x, state)
         self.mid[0](x, x, state)
         for attention, block in zip(self.attentions, self.mid[1:], strict=True):
-            x = state.rows.own(attention(state.rows.whole(x)))
+            x = attention(x, state.rows)
             block(x, x, state)
         return x
 

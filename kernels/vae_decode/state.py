@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+import torch
 from torch import Tensor
 
+from engine.bands import Rows
 from kernels.vae_decode.plan import Plan
 from kernels.vae_decode.winograd import FRAMES
 
 
-class Rows(Protocol):
-    """Whose rows stand above and below those that this decoder has, and the whole picture for the attention."""
-
-    def halo(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The neighbours' rows next to x [t, h, w, c]: above and below, each [t, 1, w, c], None beyond the picture."""
-        ...
-
-    def whole(self, x: Tensor) -> Tensor:
-        """[t, H, w, c] of everybody's x [t, h, w, c]."""
-        ...
-
-    def own(self, x: Tensor) -> Tensor:
-        """This decoder's rows of the whole."""
-        ...
-
-
-class Alone:
-    """All rows are here."""
-
-    def halo(self, x: Tensor) -> tuple[None, None]:
-        """As `Rows.halo`."""
+def beside(rows: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The neighbours' rows next to x [t, h, w, c]: above and below, each [t, 1, w, c], None beyond the picture."""
+    if not rows.halo:
         return None, None
-
-    def whole(self, x: Tensor) -> Tensor:
-        """As `Rows.whole`."""
-        return x
-
-    def own(self, x: Tensor) -> Tensor:
-        """As `Rows.own`."""
-        return x
+    edges = x if x.shape[1] == 1 else torch.stack((x[:, 0], x[:, -1]), 1)
+    target = x.new_empty(x.shape[0], edges.shape[1] + 2, *x.shape[2:])
+    rows.fill(target, lambda a, b: target[:, 1 + a : 1 + b].copy_(edges[:, a:b]))
+    return (None if rows.above is None else target[:, :1]), (None if rows.below is None else target[:, -1:])
 
 
 class State:
@@ -47,7 +25,7 @@ class State:
     frames have come. Drop it and nothing is left of the request."""
 
     def __init__(self, plan: Plan, rows: Rows | None = None) -> None:
-        self.plan, self.rows = plan, rows or Alone()
+        self.plan, self.rows = plan, rows or Rows()
         self.latents = 0
         self._histories: dict[str, Tensor] = {}
         self._started: set[str] = set()

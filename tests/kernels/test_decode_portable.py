@@ -13,6 +13,7 @@ from kernels.vae_decode.convolve import Cudnn
 from kernels.vae_decode.plan import GIB, PLANS, WORKSPACE, Plan
 from kernels.vae_decode.portable import PortableDecoder
 from kernels.vae_decode.reference import Reference
+from tests.engine.test_bands import on_bands
 from tests.engine.test_vae_stream import Live
 from tests.engine.wan_vae import denormalised, normal_latents, small_vae, theirs
 
@@ -89,54 +90,18 @@ def test_frames_do_not_depend_on_the_plan(vae, way, dtype):
         assert torch.equal(torch.cat(pieces(decoder, vae, x, cuts, plan)), whole), (cuts, plan)
 
 
-class Recorder:
-    """Keeps every tensor whose halo is asked for, and what the attention sees."""
-
-    def __init__(self):
-        self.seen, self.wholes = [], []
-
-    def halo(self, x):
-        self.seen.append(x.clone())
-        return None, None
-
-    def whole(self, x):
-        self.wholes.append(x.clone())
-        return x
-
-    def own(self, x):
-        return x
-
-
-class Share:
-    """Rows first/n to last/n of the picture; neighbours' rows and the whole are played back from a record."""
-
-    def __init__(self, record, first, last, n):
-        self.seen, self.wholes = iter(record.seen), iter(record.wholes)
-        self.first, self.last, self.n = first, last, n
-
-    def halo(self, x):
-        whole = next(self.seen)
-        a, b = (whole.shape[1] * k // self.n for k in (self.first, self.last))
-        assert torch.equal(whole[:, a:b], x)
-        return (whole[:, a - 1 : a] if a else None), (whole[:, b : b + 1] if b < whole.shape[1] else None)
-
-    def whole(self, x):
-        return next(self.wholes)
-
-    def own(self, x):
-        a, b = (x.shape[1] * k // self.n for k in (self.first, self.last))
-        return x[:, a:b].contiguous()
-
-
 @pytest.mark.parametrize("way", ["direct", "time"])
-def test_a_share_of_the_rows_with_its_neighbours_gives_its_rows_of_the_frames(vae, way):
-    x, record = normal_latents(5, 4, 3), Recorder()
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_devices_that_share_the_rows_give_the_same_bits(vae, way, ranks):
+    """Also a device with one row, and bands inside a device's share."""
+    x = normal_latents(5, 4, 3)
     decoder = PortableDecoder(vae, torch.float16, always(way), Reference(torch.float64))
-    whole = torch.cat(pieces(decoder, vae, x, [1, 4], rows=record))
-    for first, last in ((0, 1), (1, 3), (3, 4)):
-        share = Share(record, first, last, 4)
-        got = torch.cat(pieces(decoder, vae, x[..., first:last, :], [1, 4], rows=share))
-        assert torch.equal(got, whole[:, 8 * first : 8 * last])
+    whole = torch.cat(pieces(decoder, vae, x, [1, 4]))
+
+    def work(band):
+        return torch.cat(pieces(decoder, vae, x[..., band.mine, :], [1, 4], CUT, band))
+
+    assert torch.equal(torch.cat(on_bands(work, 4, ranks), 1), whole)
 
 
 def test_bytes_are_the_floats_rounded(vae):
