@@ -22,11 +22,10 @@ TILES = {
 def units(target: Target) -> list[Unit]:
     """One file for each tile and element type, which take a minute each, then the small ones."""
     pairs = [(tile, element) for tile in TILES[target.family] for element in ELEMENTS]
-    table = "TILES=" + " ".join(f"X({tile},{element})" for tile, element in pairs)
-    large = [
-        Unit(f"{tile}_{element}", "convolution.cu", (f"TILE={tile}", f"ELEMENT={element}")) for tile, element in pairs
-    ]
-    return [*large, Unit("head", "head.cu"), Unit("library", "library.cu", (table,))]
+    large = [Unit(f"{t}_{e}", "convolution.cu", (f"TILE={t}", f"ELEMENT={e}")) for t, e in pairs]
+    # nvcc splits macros at commas, so each entry of the table is one name.
+    table = "TILES=" + " ".join(f"X({unit.name})" for unit in large)
+    return [*large, Unit("stencil", "stencil.cu"), Unit("library", "library.cu", (table,))]
 
 
 RECIPE = Recipe("vae_decode", Path(__file__).with_name("csrc"), units)

@@ -49,8 +49,8 @@ inline ConvShape conv_shape(Convolution const& c) {
   typename ConvShape::TensorExtent weight{c.phases * c.filters, c.taps_t, c.taps_h, c.taps_w, c.channels};
   int64_t row = int64_t(c.width) * c.channels;
   return ConvShape(conv::Mode::kCrossCorrelation, x, {c.depth * c.x_step, c.x_step, row, c.channels, 1}, weight,
-                   ConvShape::packed_stride_right_major(weight), {0, c.pad_top, c.pad_left}, {0, c.pad_bottom, c.pad_right}, {1, 1, 1},
-                   {1, 1, 1}, 1);
+                   ConvShape::packed_stride_right_major(weight), {0, c.pad_top, c.pad_left},
+                   {0, c.pad_bottom, c.pad_right}, {1, 1, 1}, {1, 1, 1}, 1);
 }
 
 // One matrix product; the mode L counts them.
@@ -206,9 +206,10 @@ struct PersistentMainloop : Base {
   }
 
   template <class X, class Weight, class Block, class Iterator>
-  CUTLASS_DEVICE void load(Params const& params, typename Base::MainloopPipeline pipeline, typename Base::PipelineState state,
-                           cute::tuple<X, Weight> const& inputs, Block const& block, Iterator const& iterator, int k_tiles,
-                           int thread, uint32_t rank, typename Base::TensorStorage& storage) {
+  CUTLASS_DEVICE void load(Params const& params, typename Base::MainloopPipeline pipeline,
+                           typename Base::PipelineState state, cute::tuple<X, Weight> const& inputs, Block const& block,
+                           Iterator const& iterator, int k_tiles, int thread, uint32_t rank,
+                           typename Base::TensorStorage& storage) {
     auto product = get<3>(block);
     auto x = get<0>(inputs)(_, _, _, _, product);
     auto weight = get<1>(inputs)(_, _, _, _, product);
@@ -237,15 +238,17 @@ struct Hopper {
 
   static constexpr auto kMajor = GMMA::Major::K;
   using Warpgroups = Layout<Shape<conditional_t<kCooperative, _2, _1>, _1, _1>>;
-  using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, TileShape, kMajor, kMajor>(), Warpgroups{}));
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, TileShape, kMajor, kMajor>(), Warpgroups{}));
   using LoadX = decltype(conv::collective::detail::sm90_cluster_shape_to_im2col_tma_atom(shape<1>(Cluster{})));
   using LoadWeight = decltype(cutlass::gemm::collective::detail::sm90_cluster_shape_to_tma_atom(shape<0>(Cluster{})));
 
   // The kernel's own barriers lie beside the epilogue's storage: 256 bytes hold them.
   static constexpr int kReserved = int(sizeof(typename Epilogue::SharedStorage)) + 256;
   static constexpr int kCapacity = cutlass::gemm::collective::detail::sm90_smem_capacity_bytes;
-  static constexpr int kStages = conv::collective::detail::compute_stage_count_or_override<kCapacity, Element, Element, TileShape>(
-      conv::collective::StageCountAutoCarveout<kReserved>{});
+  static constexpr int kStages =
+      conv::collective::detail::compute_stage_count_or_override<kCapacity, Element, Element, TileShape>(
+          conv::collective::StageCountAutoCarveout<kReserved>{});
 
   template <int Mode>
   static auto shared_layout() {
@@ -267,7 +270,8 @@ struct Hopper {
     typename Kernel::Arguments arguments{};
     arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     arguments.problem_shape = product_shape(c);
-    arguments.mainloop = {{static_cast<Element const*>(c.x), static_cast<Element const*>(c.weight)}, conv_shape(c), order(c)};
+    arguments.mainloop = {
+        {static_cast<Element const*>(c.x), static_cast<Element const*>(c.weight)}, conv_shape(c), order(c)};
     arguments.epilogue = epilogue_arguments<Epilogue, Element>(c);
     arguments.hw_info = hardware(c);
     return launch<Device>(arguments, c, workspace_bytes);
@@ -303,9 +307,10 @@ struct PhasedMainloop : Base {
                            Iterator const& iterator, int k_tiles) {
     auto [x, weight, x_parts, weight_parts, x_shared, weight_shared, x_mask, weight_mask] = inputs;
     int product = get<3>(coordinate);
-    auto one = cute::make_tuple(x, weight, x_parts(_, _, _, product), weight_parts(_, _, _, product), x_shared, weight_shared,
-                                x_mask, weight_mask);
-    return Base::load(params, pipeline, state, one, coordinate, walk(iterator, shape<3>(x), params.order.taps_first), k_tiles);
+    auto one = cute::make_tuple(x, weight, x_parts(_, _, _, product), weight_parts(_, _, _, product), x_shared,
+                                weight_shared, x_mask, weight_mask);
+    return Base::load(params, pipeline, state, one, coordinate,
+                      walk(iterator, shape<3>(x), params.order.taps_first), k_tiles);
   }
 };
 
@@ -345,11 +350,11 @@ template <class Element, class TileShape, class Cluster, class Schedule, class E
 struct Blackwell {
   using Arch = cutlass::arch::Sm100;
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassTensorOp, TileShape, Cluster, epilogue::collective::EpilogueTileAuto, float, float, Element,
-      Matrix, kAlignment, Element, Matrix, kAlignment, EpilogueSchedule, Fusion<Element>>::CollectiveOp;
+      Arch, cutlass::arch::OpClassTensorOp, TileShape, Cluster, epilogue::collective::EpilogueTileAuto, float, float,
+      Element, Matrix, kAlignment, Element, Matrix, kAlignment, EpilogueSchedule, Fusion<Element>>::CollectiveOp;
   using Mainloop = PhasedMainloop<typename conv::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassTensorOp, kForward, Element, Activations, kAlignment, Element, Activations, kAlignment, float,
-      TileShape, Cluster,
+      Arch, cutlass::arch::OpClassTensorOp, kForward, Element, Activations, kAlignment, Element, Activations, kAlignment,
+      float, TileShape, Cluster,
       conv::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>, Schedule>::CollectiveOp>;
   using Kernel = PhasedKernel<conv::kernel::ConvUniversal<ConvShape, Mainloop, Epilogue, void>>;
   using Device = conv::device::ConvUniversalAdapter<Kernel>;

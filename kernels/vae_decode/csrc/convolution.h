@@ -26,22 +26,23 @@ struct Convolution {
 };
 
 // The last convolution's second half: nine taps that were moved into channels are gathered, summed and written.
-struct Head {
-  const void* taps;     // 16 bit [depth, rows_in, width, channels], channel = 12 * (3 * tap_h + tap_w) + output
+struct Stencil {
+  const void* values;   // 16 bit [depth, rows + 2, width, channels]: channel 12 * (3 * tap_row + tap_column) + output
   const float* bias;    // [12]
-  void* frames;         // uint8 [depth, 2 * rows, 2 * width, 3], or fp32 [depth, rows, width, 12] clamped to [-1, 1]
-  int32_t* not_finite;  // set to 1 where a value is NaN or infinite
-  void* stream;
-  int32_t depth, rows_in, rows, width, channels;
-  int32_t halo_top;     // rows of taps above the first row of frames: 0 (the plane begins there) or 1
+  void* out;            // uint8 [depth, 2 * rows, 2 * width, 3], or fp32 [depth, rows, width, 12]
+  int32_t* finite;      // set to 0 where a value is NaN or infinite
+  void* stream;         // cudaStream_t
+  int64_t values_step, out_step;  // elements from one frame to the next
+  int32_t depth, rows, width, channels;
   int32_t bfloat16, as_float;
 };
 
 enum Outcome : int32_t {
   kDone = 0,
   kUnknownTile = 1,
-  kNotImplementable = 2,
-  kWorkspaceTooSmall = 3,
+  kWrongArguments = 2,
+  kNotImplementable = 3,
+  kWorkspaceTooSmall = 4,
   kCudaError = 1000,     // + cudaError_t
   kCutlassError = 2000,  // + cutlass::Status
 };
