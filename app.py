@@ -20,6 +20,7 @@ import uvicorn
 
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
+from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
 from engine.telemetry import memory_now
@@ -167,7 +168,7 @@ def main() -> None:
     try:
         preset = preset_from_environment(arguments.preset, arguments.checkpoint)
         engine = Engine(preset, arguments.device)
-        jobs = Jobs(engine, _outputs(arguments.outputs))
+        jobs = Jobs(engine, _outputs(arguments.outputs), Keep.from_environment())
     except EngineError as error:
         raise SystemExit(str(error)) from error
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.

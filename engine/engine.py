@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from PIL import Image
 
+from engine import disk, record
 from engine import estimate as cost
-from engine import record
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
 from engine.decode_cost import CompareCost, DecodeCosts, decode_work
@@ -112,6 +112,7 @@ class Engine:
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             folder.mkdir(parents=True, exist_ok=True)
+            disk.require(folder, disk.video(saved.frames, *saved.size), "This video")
             yield from self._stage(telemetry, "load", self.load)
             if saved.metadata.get("vae_sha256", self.executor.vae_hash) != self.executor.vae_hash:
                 yield Warned("These latents were made for another VAE than this one, so the picture may be wrong.")

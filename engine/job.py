@@ -7,8 +7,6 @@ holds, and nothing that another file of the job's folder says. A snapshot is a c
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from engine.errors import RequestError, shown
 from engine.events import (
     STAGES,
     ComparisonFinished,
@@ -32,7 +29,8 @@ from engine.events import (
     VideoFinished,
     Warned,
 )
-from engine.record import IMAGE_NAME, LATENTS_NAME, STATS_NAME
+from engine.job_id import known_id
+from engine.record import IMAGE_NAME, LATENTS_NAME, STATS_NAME, read_json
 from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.sides import RESULT_NAME, SIDES, CompareRequest, RandomLatents
@@ -40,7 +38,6 @@ from engine.video import FINAL_NAME, LIVE_NAME
 
 Status = Literal["queued", "running", "finished", "stopped", "failed", "interrupted"]
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed", "interrupted")
-JOB_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")
 # Fields of every job that job.json holds as they are.
 KEPT = ("id", "status", "parent", "group", "warnings", "error", "partial", "created", "started", "ended")
 
@@ -264,7 +261,7 @@ class JobState(Job):
         return {
             "request": dataclasses.replace(request, image=image if request.image and image.is_file() else None),
             "video": folder / FINAL_NAME if (folder / FINAL_NAME).is_file() else None,
-            "stats": _read(folder / STATS_NAME) or {},
+            "stats": read_json(folder / STATS_NAME) or {},
             "first_frame_seconds": _seconds(values["first_frame_seconds"]),
         }
 
@@ -341,7 +338,7 @@ class CompareState(Job):
 
     @classmethod
     def _more(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-        result = _read(folder / RESULT_NAME)
+        result = read_json(folder / RESULT_NAME)
         for name in SIDES if result else ():
             video = Path(name, FINAL_NAME)
             result["sides"][name]["video"] = str(video) if (folder / video).is_file() else None
@@ -363,23 +360,5 @@ def new_job(request: Request | DecodeRequest | CompareRequest, **common: Any) ->
             return JobState(request=request, **common)
 
 
-def known_id(value: Any) -> str | None:
-    """A job's id from a file or an address. Raises RequestError for what can be none, such as a path."""
-    if value is None or (isinstance(value, str) and JOB_ID.fullmatch(value)):
-        return value
-    raise RequestError(f"{shown(value)} is no id of a job; ids look like 20260131-235959-0123abcd.")
-
-
 def _seconds(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON table, None if there is none. Raises ValueError if it is broken or something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} holds no table")
-    return values

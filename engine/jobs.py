@@ -9,45 +9,54 @@ from __future__ import annotations
 import copy
 import logging
 import queue
-import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import again, store
+from engine import again, disk, store
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
+from engine.janitor import Keep, is_fresh, needs, room, sweep, too_many
 from engine.job import CompareState, DecodeRequest, Generates, Job, JobState, Status, new_job
+from engine.job_id import new_id
+from engine.memory import in_words
 from engine.record import keep_image
 from engine.request import Request
 from engine.settings import DecodeSettings
-from engine.sides import CompareRequest, drop_raw
+from engine.sides import CompareRequest
 
 log = logging.getLogger(__name__)
 
-# Raw frames are large (3 bytes a pixel and side): only the newest comparisons keep them.
-RAW_KEPT = 4
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the queue keeps of a job that is not over. room: bytes of disk that it was promised."""
+
+    room: int
+    cancel: threading.Event = field(default_factory=threading.Event)
 
 
 class Jobs:
     """Submits jobs to one worker thread, in the order in which they came.
 
     engine: makes the videos; outputs: every job gets a folder of its own below it, and those that are there already
-    are found again. Raises ResourceError if the folder can't be written to or is another server's.
+    are found again; keep: how much of them stays. Raises ResourceError if the folder can't be written to or is another
+    server's.
     """
 
-    def __init__(self, engine: Generates, outputs: Path) -> None:
-        self.engine = engine
-        self.outputs = outputs
+    def __init__(self, engine: Generates, outputs: Path, keep: Keep | None = None) -> None:
+        self.engine, self.outputs, self.keep = engine, outputs, keep or Keep()
         self._lock = store.lock(outputs)
         self._states: dict[str, Job] = {job.id: job for job in store.load_all(outputs)}
-        self._cancels: dict[str, threading.Event] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._tidy()
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._worker.start()
@@ -57,18 +66,18 @@ class Jobs:
     ) -> str:
         """Queue a checked request; returns the job's id at once. The folder is there then, with the first frame in it.
 
-        parent, group: see `Job`. Raises ResourceError if the folder can't be written, RequestError for a picture or
-        latents that can't be read.
+        parent, group: see `Job`. Raises ResourceError if the folder can't be written or its disk is too full for all
+        that waits, RequestError for a picture or latents that can't be read.
         """
-        name = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
+        name = new_id()
         job = new_job(request, id=name, folder=self.outputs / name, parent=parent, group=group)
+        ticket = Ticket(room(job))
+        with self._changed:
+            promised = sum(other.room for other in self._tickets.values())
+        disk.require(self.outputs, ticket.room + promised, "This job and those before it" if promised else "This job")
         self._furnish(job, request)
         with self._changed:
-            self._states[name] = job
-            self._cancels[name] = threading.Event()
-            over = [state for state in self._states.values() if isinstance(state, CompareState) and state.over]
-        for state in sorted(over, key=lambda state: state.created)[: 1 - RAW_KEPT]:
-            drop_raw(state.folder)
+            self._states[name], self._tickets[name] = job, ticket
         self._waiting.put(name)
         return name
 
@@ -121,11 +130,23 @@ class Jobs:
             if state.over:
                 return
             state.stopping = True
-            self._cancels[job].set()
+            self._tickets[job].cancel.set()
             if state.status == "queued":
                 state.end("stopped", "Stopped before it began.")
                 self._save(state)
             self._changed.notify_all()
+
+    def delete(self, job: str) -> None:
+        """Remove a job that is over, with its folder and nothing else. Raises RequestError while it is at work or its
+        latents are needed by another that is, ResourceError if the folder can't be deleted."""
+        with self._changed:
+            state = self._state(job)
+            if not state.over:
+                raise RequestError(f"The job {job} is still at work. Stop it first.")
+            if job in needs(self._states.values()):
+                raise RequestError(f"The latents of {job} are about to be decoded by another job. Stop that one first.")
+            del self._states[job]
+        store.remove(state)
 
     def follow(self, job: str, seconds: float = 0.5) -> Iterator[Any]:
         """Snapshots until the job is over, the last one included: one when it changed, at most one every `seconds`."""
@@ -171,15 +192,16 @@ class Jobs:
 
     def _all(self, kind: type[Job]) -> list[Any]:
         with self._changed:
-            names = sorted((name for name, state in self._states.items() if isinstance(state, kind)), reverse=True)
-        return [self._snapshot(name) for name in names]
+            states = [state for state in self._states.values() if isinstance(state, kind)]
+        newest = sorted(states, key=lambda state: (state.created, state.id), reverse=True)
+        return [found for state in newest if (found := self._snapshot(state.id))]
 
     def close(self) -> None:
         """Stop what runs, leave what waits to be found as interrupted, end the worker."""
         with self._changed:
             self._closing = True
-            for cancel in self._cancels.values():
-                cancel.set()
+            for ticket in self._tickets.values():
+                ticket.cancel.set()
         self._waiting.put(None)
         self._worker.join()
         if self._lock:
@@ -199,7 +221,30 @@ class Jobs:
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None and not self._closing:
             if self._begin(self._states[job]):
-                self._run(self._states[job], self._cancels[job])
+                self._run(self._states[job], self._tickets[job].cancel)
+            with self._changed:
+                del self._tickets[job]
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep the outputs folder within its limits, and free of what nobody needs."""
+        with self._changed:
+            states = list(self._states.values())
+        sizes = {state.id: store.folder_bytes(state.folder) for state in states}
+        safe = needs(states) | {state.id for state in states if is_fresh(state)}
+        for job, reason in too_many(states, sizes, self.keep, safe).items():
+            log.info("removing the job %s (%s): %s", job, in_words(sizes[job]), reason)
+            self._forget(job)
+        try:
+            sweep(self.outputs, [state for state in states if state.id in self._states])
+        except OSError as error:
+            log.warning("the outputs folder could not be tidied: %s", error)
+
+    def _forget(self, job: str) -> None:
+        try:
+            self.delete(job)
+        except EngineError as error:
+            log.warning("%s", error)
 
     def _begin(self, state: Job) -> bool:
         """Whether a job is still wanted; it runs from here on."""

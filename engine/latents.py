@@ -106,6 +106,16 @@ def load_latents(path: Path) -> SavedLatents:
     return SavedLatents(_checked(tensor, path), metadata)
 
 
+def saved_shape(path: Path) -> tuple[int, int, int]:
+    """Frames, height and width that saved latents decode to, without reading them. Errors as of `load_latents`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            _, _, frames, rows, columns = file.get_slice(KEY).get_shape()
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(f"{path} is no file of latents ({error}).") from error
+    return video_frames(frames), rows * SPATIAL_FACTOR, columns * SPATIAL_FACTOR
+
+
 def _checked(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     """The latents as float32, which is what is decoded and so what must be finite."""
     shape = tuple(tensor.shape)

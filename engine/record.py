@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,23 +13,19 @@ from typing import Any
 import torch
 from PIL import Image
 
+from engine import disk
 from engine.denoise import Step
 from engine.errors import MediaError, RequestError, ResourceError
-from engine.memory import in_words
 from engine.preset import Fidelity
 from engine.request import Request
 from engine.settings import DecodeSettings
-from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.shapes import SPATIAL_FACTOR, video_frames
 from engine.step_cache import POLICIES
 from engine.video import thumbnail
 
 log = logging.getLogger(__name__)
 
 IMAGE_NAME, LATENTS_NAME, STATS_NAME = "image.png", "latents.safetensors", "stats.json"
-# H.264 at our quality needs about a tenth of the raw bytes on noisy content, and it is written twice.
-VIDEO_SHARE = 0.2
-SPARE_BYTES = 200 * 2**20
-FLOAT_BYTES = 4
 LAST_FRAME = "last.png"
 
 
@@ -41,7 +36,8 @@ def prepare_folder(folder: Path, request: Request, image: Image.Image | None) ->
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _require_disk(folder, request)
+        size = request.frames, request.height, request.width
+        disk.require(folder, disk.video(*size) + disk.latents(*size), "This video")
         request = keep_image(folder, request, image)
         _replace(folder / "request.json", request.to_json())
     except OSError as error:
@@ -59,20 +55,15 @@ def keep_image(folder: Path, request: Request, image: Image.Image | None) -> Req
     return dataclasses.replace(request, image=kept if image is not None else None)
 
 
-def _require_disk(folder: Path, request: Request) -> None:
-    needed, free = bytes_needed(request), shutil.disk_usage(folder).free
-    if free < needed:
-        raise ResourceError(
-            f"The disk of {folder} has {in_words(free)} free and this video may need {in_words(needed)}. "
-            "Delete old videos, or choose another output folder."
-        )
-
-
-def bytes_needed(request: Request) -> int:
-    """Disk space that a request may need, with room to spare."""
-    channels, frames, height, width = latent_shape(request.frames, request.height, request.width)
-    raw = request.frames * request.height * request.width * 3
-    return int(raw * VIDEO_SHARE) + channels * frames * height * width * FLOAT_BYTES + SPARE_BYTES
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON table, None if there is none. Raises ValueError if it is broken or something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} holds no table")
+    return values
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from engine import record
+from engine import disk, record
 from engine.compare import METHOD, Decoder, FrameFile, Meter, judge, limits_for, plain_json
-from engine.errors import Cancelled, EngineError, RequestError, ResourceError
+from engine.errors import Cancelled, EngineError, RequestError
 from engine.events import (
     ComparisonFinished,
     Event,
@@ -34,7 +33,7 @@ from engine.events import (
 )
 from engine.executor import LocalExecutor
 from engine.latents import load_latents
-from engine.memory import in_words, memory_in_words
+from engine.memory import memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
 from engine.settings import DecodePath, DecodePrecision, DecodeSettings
@@ -48,8 +47,6 @@ ADVICE = "Compare fewer frames, a smaller size or a decoder that needs less; the
 SIDES = ("a", "b")
 RAW_NAME, FLOAT_NAME, RESULT_NAME = "frames.npy", "float.npy", "compare.json"
 CHUNK = 16
-VIDEO_SHARE = 0.2
-SPARE_BYTES = 200 * 2**20
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ class Comparison:
         self.meter = Meter()
         self._floats: FrameFile | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        self._check_disk()
+        disk.require(folder, disk.comparison(self.frames, self.height, self.width), "This comparison")
 
     def __enter__(self) -> Comparison:
         return self
@@ -223,15 +220,6 @@ class Comparison:
         for side in self.sides:
             if not side.complete:
                 (side.folder / RAW_NAME).unlink(missing_ok=True)
-
-    def _check_disk(self) -> None:
-        raw = self.frames * self.height * self.width * 3
-        needed, free = int(raw * (4 + 2 + 2 * VIDEO_SHARE)) + SPARE_BYTES, shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise ResourceError(
-                f"Comparing {self.frames} frames may need {in_words(needed)} on the disk of {self.folder}, "
-                f"{in_words(free)} are free. Compare fewer frames, or delete old videos."
-            )
 
     def run(
         self,

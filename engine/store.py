@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import EngineError, MediaError, ResourceError
-from engine.job import JOB_ID, KINDS, Job, JobState
+from engine.job import KINDS, Job, JobState
+from engine.job_id import JOB_ID
 from engine.record import write_json
 from engine.video import rescue
 

@@ -175,7 +175,7 @@ def test_bad_requests_are_refused_before_any_work(engine, tmp_path):
 
 
 def test_a_full_disk_is_an_error_before_the_work(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.record.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**6})())
+    monkeypatch.setattr("engine.disk.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10**6})())
     with pytest.raises(ResourceError, match="free"):
         next(engine.generate(engine.preset.request(), tmp_path))
     assert engine.readiness().state == "idle"

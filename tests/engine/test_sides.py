@@ -13,7 +13,8 @@ from engine.decode_cost import DecodeCosts
 from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, EngineError, RequestError, ResourceError
 from engine.events import ComparisonFinished, FramesMeasured, FramesReady, SideEnded, SideStarted, StageStarted
-from engine.jobs import RAW_KEPT, Jobs
+from engine.janitor import RAW_KEPT
+from engine.jobs import Jobs
 from engine.latents import load_latents, save_latents
 from engine.noise import draw_noise
 from engine.settings import DecodeSettings
@@ -251,7 +252,7 @@ def test_a_comparison_is_a_job_like_any_other_but_no_video(engine, toy_preset, t
     more = [jobs.submit(request) for _ in range(RAW_KEPT)]
     jobs.wait(more[-1])
     assert [job.id for job in jobs.recent()] == [video]
-    assert [job.id for job in jobs.comparisons()] == [*sorted([first, *more], reverse=True)]
+    assert [job.id for job in jobs.comparisons()] == [*reversed([first, *more])]
     jobs.submit(request)
     jobs.close()
     assert len(list(tmp_path.rglob("frames.npy"))) <= 2 * RAW_KEPT

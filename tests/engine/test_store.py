@@ -12,7 +12,7 @@ from PIL import Image
 from engine import store
 from engine.errors import RequestError, ResourceError
 from engine.events import ComparisonFinished
-from engine.job import known_id
+from engine.job_id import known_id
 from engine.jobs import Jobs
 from engine.preset import load_preset
 from engine.record import write_json

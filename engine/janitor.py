@@ -1,0 +1,151 @@
+"""What goes when there is too much: limits on the outputs folder, and what crashes left behind.
+
+Everything that is removed is named in the log. A job that waits, runs or has just ended is never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from engine import disk
+from engine.errors import RequestError
+from engine.job import CompareState, DecodeState, Job, JobState
+from engine.job_id import JOB_ID
+from engine.latents import saved_shape
+from engine.sides import FLOAT_NAME, RAW_NAME, SIDES, RandomLatents, drop_raw
+from engine.store import DELETED, RECORD_NAME
+from engine.video import FINAL_NAME, LIVE_NAME
+
+log = logging.getLogger(__name__)
+
+# Pages still play what ended a moment ago.
+GRACE_SECONDS = 60.0
+DAY = 86_400.0
+# Raw frames are large (3 bytes a pixel and side): only the newest comparisons keep them.
+RAW_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How much the outputs folder holds before the oldest goes; 0 means no limit. jobs: videos and comparisons; days:
+    since they were asked for; gib: of all their files, latents included."""
+
+    jobs: float = 200
+    days: float = 30
+    gib: float = 20
+
+    @classmethod
+    def from_environment(cls) -> Keep:
+        """ENGINE_KEEP_JOBS, ENGINE_KEEP_DAYS and ENGINE_KEEP_GIB where they are set. Raises RequestError for what is no
+        number from 0 on."""
+        names = {field.name: f"ENGINE_KEEP_{field.name.upper()}" for field in fields(cls)}
+        return cls(**{name: _number(key, os.environ[key]) for name, key in names.items() if os.environ.get(key)})
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise RequestError(f"{name} = {text!r} must be a number from 0 on; 0 means no limit.")
+    return value
+
+
+def too_many(jobs: Sequence[Job], sizes: Mapping[str, int], keep: Keep, safe: Iterable[str] = ()) -> dict[str, str]:
+    """Ids of the jobs that go, the oldest first, with the reason. sizes: bytes by id; safe: ids that stay."""
+    safe, now = set(safe), time.time()
+    count, total, doomed = len(jobs), sum(sizes.values()), {}
+    for job in sorted(jobs, key=lambda job: job.created):
+        age = (now - job.created) / DAY
+        if keep.days and age > keep.days:
+            reason = f"it is {age:.0f} days old, and {keep.days:g} are kept"
+        elif keep.jobs and count > keep.jobs:
+            reason = f"there are {count} jobs, and {keep.jobs:g} are kept"
+        elif keep.gib and total > keep.gib * 2**30:
+            reason = f"all jobs have {total / 2**30:.1f} GiB, and {keep.gib:g} are kept"
+        else:
+            break
+        if job.id not in safe:
+            doomed[job.id] = reason
+            count, total = count - 1, total - sizes.get(job.id, 0)
+    return doomed
+
+
+def is_fresh(job: Job) -> bool:
+    """Whether somebody may still be looking at what was just made."""
+    return not job.over or (job.ended is not None and time.time() - job.ended < GRACE_SECONDS)
+
+
+def needs(jobs: Iterable[Job]) -> set[str]:
+    """Ids of the jobs whose files are still to be read by others that wait or run."""
+    found = set()
+    for job in jobs:
+        if not job.over and isinstance(job, DecodeState) and job.source:
+            found.add(job.source)
+        if not job.over and isinstance(job, CompareState) and isinstance(job.request.latents, Path):
+            found.add(job.request.latents.parent.name)
+    return found
+
+
+def room(job: Job) -> int:
+    """Bytes of disk that a job may need. Raises RequestError for latents that can't be read."""
+    if isinstance(job, CompareState):
+        return disk.comparison(*_compared(job))
+    size = job.request.frames, job.request.height, job.request.width
+    again = isinstance(job, DecodeState) and job.source
+    return disk.video(*size) + (0 if again else disk.latents(*size))
+
+
+def _compared(job: CompareState) -> tuple[int, int, int]:
+    """Frames, height and width of a comparison."""
+    latents, frames = job.request.latents, job.request.frames
+    if isinstance(latents, RandomLatents):
+        return latents.frames, latents.height, latents.width
+    whole, height, width = saved_shape(latents)
+    return frames or whole, height, width
+
+
+def sweep(outputs: Path, jobs: Sequence[Job]) -> None:
+    """Remove what nobody needs any more: halves of deletions, temporary files, live files of whole videos, raw frames
+    of old comparisons, and what a job's work left in a folder without a job. jobs: those that are known."""
+    for half in outputs.glob(f"*{DELETED}"):
+        if JOB_ID.fullmatch(half.name.removesuffix(DELETED)):
+            log.info("removing %s, which was being deleted when the server ended", half)
+            shutil.rmtree(half, ignore_errors=True)
+    for path in [*_leftovers(jobs), *_orphans(outputs, {job.id for job in jobs})]:
+        log.info("removing %s, which is of no use any more", path)
+        path.unlink(missing_ok=True)
+    compared = [job for job in jobs if isinstance(job, CompareState) and job.over]
+    for job in sorted(compared, key=lambda job: job.created)[:-RAW_KEPT]:
+        drop_raw(job.folder)
+
+
+def _leftovers(jobs: Sequence[Job]) -> Iterator[Path]:
+    for job in jobs:
+        if not job.over:
+            continue
+        yield from job.folder.rglob("*.part")
+        if isinstance(job, JobState) and (job.folder / FINAL_NAME).is_file() and not is_fresh(job):
+            yield from job.folder.glob(LIVE_NAME)
+        if isinstance(job, CompareState):
+            yield from job.folder.glob(FLOAT_NAME)
+        if isinstance(job, CompareState) and job.result is None:
+            yield from (path for side in SIDES for path in (job.folder / side).glob(RAW_NAME))
+
+
+def _orphans(outputs: Path, known: set[str]) -> Iterator[Path]:
+    """Files of work that was never finished, in folders that are named as a job's and hold none."""
+    for folder in outputs.iterdir():
+        if not JOB_ID.fullmatch(folder.name) or folder.name in known or folder.is_symlink():
+            continue
+        if not (folder / RECORD_NAME).exists():
+            for name in ("*.part", LIVE_NAME, FLOAT_NAME, *(f"{side}/{RAW_NAME}" for side in SIDES)):
+                yield from folder.glob(name)
