@@ -4,6 +4,8 @@ Letters: B batch, N video tokens, L text tokens, D width, H heads, E head size. 
 Module names are those of the released checkpoint.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -229,6 +231,8 @@ class TransformerBlock(nn.Module):
         self.attn = JointAttention(dim, heads)
         self.ff = FeedForward(dim, inner)
         self.ff_context = FeedForward(dim, context_inner)
+        # The context in which its weights are on the device; `engine.offload` puts another in its place.
+        self.visit: Callable[[], AbstractContextManager] = nullcontext
 
     def forward(
         self, x: Tensor, c: Tensor, modulation: Tensor, rope: Rope, text_out: bool = True

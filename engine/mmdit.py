@@ -225,7 +225,9 @@ class PAN2Transformer3DModel(nn.Module):
         """
         last = len(modulations) - 1
         for i, (block, modulation) in enumerate(zip(self.transformer_blocks, modulations, strict=True)):
-            before, (x, c) = x, block(x, c, modulation, rope, text_out=i < last)
+            before = x
+            with block.visit():
+                x, c = block(x, c, modulation, rope, text_out=i < last)
             if i == 0 and enough is not None and enough(before, x):
                 return None
         return x

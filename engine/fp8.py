@@ -1,0 +1,95 @@
+"""Products in fp8: e4m3 weights with a scale for every output row, activations quantised token by token, sums in
+float32 or what the tensor cores make of it.
+
+Every matrix of every block but the first and the last goes, those of the text too: on the small model that cost 55 dB
+of the final latents, 50 dB with the first and last block as well (engine/benchmarks.md). Embedders, refiner, modulations
+and the output keep the dtype of the release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import RequestError
+from kernels.quantise_rows.op import quantise_rows
+from kernels.quantise_rows.reference import E4M3, dequantise
+
+CAPABILITY = (8, 9)
+MULTIPLE = 16  # of both sides of a matrix; what the tensor cores take
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer whose weight [out, in] is e4m3 with float32 scales [out, 1]; the bias keeps its dtype."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        empty = torch.empty_like(layer.weight, dtype=E4M3)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.bias = layer.bias
+        self.register_buffer("scale", torch.empty(len(empty), 1, device=empty.device), persistent=False)
+        if not layer.weight.is_meta:
+            self.take(layer.weight)
+
+    def take(self, weight: Tensor) -> None:
+        """Quantise a weight of the release and keep it, on the device where it is."""
+        values, self.scale = quantise_rows(weight.detach())
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        multiply = scaled_product if x.is_cuda else reference_product
+        return multiply(rows, self.weight, self.scale, self.bias).unflatten(0, x.shape[:-1])
+
+
+def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] in bf16 times an e4m3 weight [out, in] with scales [out, 1], plus bias: bf16 [rows, out]."""
+    values, scales = quantise_rows(x)
+    return torch._scaled_mm(
+        values, weight.t(), scale_a=scales, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
+    )
+
+
+def reference_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The same with sums in float32 and one rounding to x's dtype: the truth of tests, and what a CPU runs."""
+    product = F.linear(dequantise(*quantise_rows(x)), dequantise(weight, scale), None if bias is None else bias.float())
+    return product.to(x.dtype)
+
+
+def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers of a `PAN2Transformer3DModel` that fp8 takes, by name."""
+    last = len(model.transformer_blocks) - 1
+    for i, block in enumerate(model.transformer_blocks):
+        if 0 < i < last:
+            for name, layer in block.named_modules():
+                if isinstance(layer, nn.Linear) and not name.startswith("norm1"):
+                    yield f"transformer_blocks.{i}.{name}", layer
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """Put fp8 layers in place of those that `quantised` names; works on meta, before weights are loaded.
+
+    Raises RequestError for matrices whose sides are no multiples of 16.
+    """
+    for name, layer in list(quantised(model)):
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            sides = f"{layer.out_features} x {layer.in_features}"
+            raise RequestError(f"precision = 'fp8' needs matrices with sides of 16n; {name} is {sides}. Choose bf16.")
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, Fp8Linear(layer))
+    return model
+
+
+def lack(device: torch.device) -> str | None:
+    """Why fp8 products can't run on a device; None where they can."""
+    if device.type != "cuda":
+        return f"fp8 products need an NVIDIA GPU, and the device is {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        name, has = torch.cuda.get_device_name(device), "{}.{}".format(*capability)
+        return f"fp8 products need compute capability 8.9 (Ada, Hopper, Blackwell or newer), and {name} has {has}"
+    return None

@@ -1,0 +1,109 @@
+"""fp8 products: their arithmetic against float64, which layers go, and how far a model moves."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine import fp8
+from engine.errors import RequestError
+from engine.fp8 import Fp8Linear, convert, lack, quantised, reference_product
+from kernels.quantise_rows.reference import quantise_rows
+from tests.engine.random_model import random_model
+
+
+def products(rows=7, inputs=64, outputs=48, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs).to(dtype)
+    layer.weight.data *= torch.logspace(-2, 2, outputs)[:, None]
+    x = (torch.randn(rows, inputs) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
+    return layer, x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_is_the_product_of_what_was_quantised(dtype):
+    layer, x = products(dtype=dtype)
+    (values, scales), (weight, scale) = quantise_rows(x), quantise_rows(layer.weight)
+    exact = (values.double() * scales) @ (weight.double() * scale).T + layer.bias.double()
+    ours = Fp8Linear(layer)(x)
+    assert ours.dtype == dtype
+    size = (values.double().abs() * scales) @ (weight.double().abs() * scale).T
+    assert ((ours.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-5 * size).all()
+
+
+def test_each_row_and_each_output_keeps_its_own_accuracy():
+    layer, x = products()
+    error = (Fp8Linear(layer)(x) - layer(x)).abs()
+    size = x.norm(dim=1, keepdim=True) * layer.weight.norm(dim=1)
+    assert 1e-4 < (error / size).max() < 0.02
+
+
+def test_any_shape_before_the_width_also_strided():
+    layer, _ = products()
+    fp8_layer, x = Fp8Linear(layer), torch.randn(2, 3, 128)[:, :, 32:96]
+    together = fp8_layer(x)
+    assert together.shape == (2, 3, 48)
+    for b in range(2):
+        torch.testing.assert_close(together[b], fp8_layer(x[b].contiguous()))
+
+
+def test_what_the_cpu_s_own_scaled_product_gives():
+    layer, x = products(dtype=torch.bfloat16)
+    weight, scale = quantise_rows(layer.weight)
+    try:
+        ours = fp8.scaled_product(x, weight, scale, layer.bias)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this PyTorch has none: {error}")
+    expected = reference_product(x.float(), weight, scale, layer.bias)
+    torch.testing.assert_close(ours.float(), expected, rtol=2**-7, atol=1e-3)
+
+
+def test_the_first_and_last_block_and_all_that_is_small_stay():
+    model, _ = random_model(layers=4)
+    names = {name for name, _ in quantised(model)}
+    matrices = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    inner = {f"attn.{name}" for name in matrices}
+    inner |= {f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")}
+    assert names == {f"transformer_blocks.{i}.{name}" for i in (1, 2) for name in inner}
+    before = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    convert(model)
+    changed = {name for name, parameter in model.named_parameters() if parameter.dtype != before[name]}
+    assert changed == {f"{name}.weight" for name in names}
+    assert set(model.state_dict()) == set(before), "the scales are no part of a checkpoint"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_model_moves_a_little_and_not_nothing(batch):
+    model, inputs = random_model(layers=4, batch=batch)
+    full = model(*inputs)
+    moved = convert(model)(*inputs) - full
+    assert 1e-3 < moved.norm() / full.norm() < 0.1
+
+
+def test_weights_that_come_later_give_the_same_as_weights_that_were_there():
+    model, inputs = random_model(layers=3)
+    with torch.device("meta"):
+        later = convert(type(model)(**vars(model.config)))
+    for name, value in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        owner = later.get_submodule(path)
+        if isinstance(owner, Fp8Linear) and leaf == "weight":
+            owner.take(value)
+        else:
+            owner._parameters[leaf] = value
+    assert torch.equal(later(*inputs), convert(model)(*inputs))
+
+
+def test_sides_that_tensor_cores_do_not_take_are_refused():
+    model, _ = random_model(layers=3, attention_head_dim=12, rope_axes_dim=[4, 4, 4])
+    with pytest.raises(RequestError, match=r"sides of 16n; transformer_blocks.1.attn.to_q is 24 x 24. Choose bf16"):
+        convert(model)
+
+
+def test_a_device_without_fp8_is_said(monkeypatch):
+    assert "need an NVIDIA GPU, and the device is cpu" in lack(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    for capability, missing in (((8, 0), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert bool(lack(torch.device("cuda:0"))) == missing
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "compute capability 8.9" in lack(torch.device("cuda:0")) and "A100 has 8.0" in lack(torch.device("cuda:0"))
