@@ -15,7 +15,15 @@ from kernels.build import preflight
 from kernels.build.arch import Target
 from kernels.build.preflight import Toolchain
 
-FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "--cudart=static", "-Xcompiler=-fPIC", "-Xptxas=-v")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-DNDEBUG",
+    "--expt-relaxed-constexpr",
+    "--cudart=static",
+    "-Xcompiler=-fPIC",
+    "-Xptxas=-v",
+)
 TAIL = 30  # lines of the log that an error quotes
 
 
@@ -59,7 +67,9 @@ def compile_recipe(recipe: Recipe, target: Target, tools: Toolchain, folder: Pat
     log = folder / "build.log"
     with open(log, "w", encoding="utf-8") as out:
         command = [str(tools.ninja), "-C", str(folder), "-j", str(workers), "-v"]
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False).returncode
+        code = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
+        ).returncode
     if code != 0:
         raise BuildError(_failure(recipe, target, log), log)
     say(f"Compiled for {target.name} in {time.monotonic() - began:.0f} seconds.")

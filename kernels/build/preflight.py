@@ -104,11 +104,15 @@ def _compiler(lacks: list[str]) -> tuple[Path, str]:
     name = os.environ.get("CXX", "g++")
     found = shutil.which(name)
     if found is None:
-        lacks.append(f"There is no C++ compiler {name} for nvcc. Install g++ (Debian: apt install g++), or set CXX to one.")
+        lacks.append(
+            f"There is no C++ compiler {name} for nvcc. Install g++ (Debian: apt install g++), or set CXX to one."
+        )
         return Path(), ""
     first_line = _output([found, "--version"]).partition("\n")[0]
     if not first_line:
-        lacks.append(f"{found} does not run. Install g++ (Debian: apt install g++), or set CXX to a compiler that does.")
+        lacks.append(
+            f"{found} does not run. Install g++ (Debian: apt install g++), or set CXX to a compiler that does."
+        )
     return Path(found), first_line
 
 
