@@ -34,7 +34,7 @@ from engine.events import (
 )
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
-from engine.settings import DecodeSettings, DenoiseSettings, Precision, Quality
+from engine.settings import Attention, AutoSwitch, DecodeSettings, DenoiseSettings, Precision, Quality
 from engine.shapes import frames_of_seconds
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     how = _add_how(parser)
     how.add_argument("--precision", help=f"of the transformer: {', '.join(get_args(Precision))}")
     how.add_argument("--quality", help=f"of the denoising: {', '.join(get_args(Quality))} (faster)")
+    how.add_argument("--attention", help=f"of the transformer: {', '.join(get_args(Attention))}")
+    how.add_argument("--fused-kernels", help=", ".join(get_args(AutoSwitch)))
     return parser
 
 
@@ -119,7 +121,7 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
 
 def denoise_settings(arguments: argparse.Namespace, preset: Preset) -> DenoiseSettings:
     """How to denoise: the preset's settings but for what the arguments say."""
-    given = {name: getattr(arguments, name) for name in ("precision", "quality")}
+    given = {name: getattr(arguments, name) for name in ("precision", "quality", "attention", "fused_kernels")}
     return dataclasses.replace(preset.denoise, **{name: value for name, value in given.items() if value})
 
 

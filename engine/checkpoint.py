@@ -146,6 +146,8 @@ def _load(
     what = f"The {where.name.replace('_', ' ')} of {where.parent}"
     require_memory(what, needed, device, advice(device))
     with memory_in_words(what, needed, device, advice(device)):
+        if isinstance(model, PAN2Transformer3DModel):
+            model.reserve(lambda name: (placement(plan, name).device, placement(plan, name).dtype))
         fill(model, entries, plan, where.name, progress)
     refuse_meta(model, where)
     return model.eval().requires_grad_(False)

@@ -25,7 +25,7 @@ from engine.decode_cost import CompareCost, DecodeCosts, decode_work
 from engine.denoise import Step
 from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
-from engine.executor import LocalExecutor, choose_device, choose_precision
+from engine.executor import LocalExecutor, choose_device
 from engine.latents import load_latents, save_latents
 from engine.measure import measure
 from engine.memory import in_words, memory_in_words
@@ -152,6 +152,7 @@ class Engine:
         """Raise RequestError for everything that can be known before the work; returns the opened first frame."""
         check(request, self.preset.limits)
         self.decoder(request.decode)
+        self.executor.denoise_paths(request.denoise)
         if not request.prompt.strip() and request.image is None:
             raise RequestError("The prompt is empty. Say what should happen, or give a first frame.")
         if request.image is None:
@@ -219,13 +220,12 @@ class Engine:
     def about(self) -> dict[str, str]:
         """What runs here, for people to read."""
         path, precision, reason = self.executor.explain_decode(self.preset.decode)
-        device = self.executor.device
         return {
             "Model": f"{self.preset.title}: {self.preset.about}",
             "Checkpoint": self.preset.checkpoint,
             **self._parts(),
             "Device": self.executor.device_name(),
-            "Denoising": f"{choose_precision(self.preset.denoise, device)}, PyTorch operations",
+            **self.executor.explain_denoise(self.preset.denoise),
             "Decoding": f"{path}, {precision}: {reason}",
             **{name: str(value) for name, value in self.executor.versions().items()},
         }
@@ -373,6 +373,7 @@ class Engine:
             "vae_sha256": self.executor.vae_hash,
             "device": self.executor.device_name(),
             "precision": self.executor.precision,
+            "paths": {choice.operation: choice._asdict() for choice in self.executor.paths},
             "versions": self.executor.versions(),
         }
 

@@ -12,16 +12,19 @@ import torch
 from PIL import Image
 
 import engine.checkpoint as files
+from engine.attention import SMALL_TOKENS, TRUE_TOKENS, Shape, choose_attention
 from engine.condition import encode_image, prepare_image
 from engine.decode import FrameChunk, decode, explain, float_frames
 from engine.denoise import Step, denoise
 from engine.errors import RequestError
+from engine.fused import choose_fused
 from engine.latents import folder_hash
 from engine.preview import LinearMap, map_for
 from engine.prompt import TextEmbedding
 from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
+from kernels.choose import Choice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Report = Callable[[str, int, int], None]
@@ -62,6 +65,8 @@ class LocalExecutor:
         self.device = device
         self.folder: Path | None = None
         self._precision: str | None = None
+        self._switches: tuple[str, str] | None = None
+        self.paths: tuple[Choice, ...] = ()
         self._lock = threading.Lock()
 
     def load(self, settings: DenoiseSettings, report: Report) -> None:
@@ -72,10 +77,19 @@ class LocalExecutor:
             precision = choose_precision(settings, self.device)
             if self.folder is None:
                 self._load_folder(DTYPES[precision], report)
-            self.transformer = None
-            self._precision = None
-            self.transformer = files.load_transformer(self.folder, self.device, DTYPES[precision], report)
-            self._precision = precision
+            if self._precision != precision:
+                self.transformer = None
+                self._precision = None
+                self.transformer = files.load_transformer(self.folder, self.device, DTYPES[precision], report)
+                self._precision = precision
+            self._switch(settings)
+
+    def _switch(self, settings: DenoiseSettings) -> None:
+        self._switches = None
+        attention, fused = self.paths = self.denoise_paths(settings)
+        self.transformer.set_attention(attention.path)
+        self.transformer.set_fused_kernels(fused.path == "on")
+        self._switches = (settings.attention, settings.fused_kernels)
 
     def _load_folder(self, transformer_dtype: torch.dtype, report: Report) -> None:
         folder = files.resolve(self.checkpoint, report)
@@ -91,7 +105,27 @@ class LocalExecutor:
 
     def holds(self, settings: DenoiseSettings) -> bool:
         """Whether a request with these settings could start at once."""
-        return self._precision == choose_precision(settings, self.device)
+        switches = (settings.attention, settings.fused_kernels)
+        return self._precision == choose_precision(settings, self.device) and self._switches == switches
+
+    def denoise_paths(self, settings: DenoiseSettings) -> tuple[Choice, Choice]:
+        """Attention and fused kernels for these settings. Before the model is loaded nothing is tried out on the
+        device. Raises RequestError for what can't run here."""
+        shape = None
+        if self._precision == choose_precision(settings, self.device):
+            config, tokens = self.transformer.config, TRUE_TOKENS if self.device.type == "cuda" else SMALL_TOKENS
+            shape = Shape(DTYPES[self._precision], config.num_attention_heads, config.attention_head_dim, tokens)
+        attention = choose_attention(settings.attention, self.device, shape)
+        return attention, choose_fused(settings.fused_kernels, self.device)
+
+    def explain_denoise(self, settings: DenoiseSettings) -> dict[str, str]:
+        """Precision, attention and fused kernels, for people to read."""
+        attention, fused = self.denoise_paths(settings)
+        return {
+            "Denoising": choose_precision(settings, self.device),
+            "Attention": f"{attention.path}: {attention.reason}",
+            "Fused kernels": f"{fused.path}: {fused.reason}",
+        }
 
     @property
     def precision(self) -> str | None:
@@ -163,6 +197,6 @@ class LocalExecutor:
     def close(self) -> None:
         """Let go of every weight."""
         with self._lock:
-            self.transformer = self.text = self.vae = self.folder = self._precision = None
+            self.transformer = self.text = self.vae = self.folder = self._precision = self._switches = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.attention import attend
+from engine.packed import pack
 from engine.rope import rotate_pairs
 
 BLOCK_EPS = 1e-6
@@ -66,12 +68,6 @@ def qk_norm_rope(x: Tensor, weight: Tensor, rope: Rope | None, eps: float = BLOC
     """
     y = rms_norm(x.float(), weight, eps)
     return (y if rope is None else rotate_pairs(y, *rope)).to(x.dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Bidirectional attention, scale 1 / sqrt(E), over [B, S, H, E]; returns [B, S, H * E]."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def linear_float32(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -201,6 +197,23 @@ class JointAttention(nn.Module):
         self.norm_q, self.norm_k, self.norm_added_q, self.norm_added_k = (
             RMSNorm(dim // heads, BLOCK_EPS) for _ in range(4)
         )
+        self.backend: str | None = None  # of `engine.attention.attend`
+        self.pack()
+
+    def streams(self) -> tuple[tuple[nn.Linear, ...], ...]:
+        """Queries, keys and values of the video, and of the text: each three share one tensor."""
+        return (self.to_q, self.to_k, self.to_v), (self.add_q_proj, self.add_k_proj, self.add_v_proj)
+
+    def pack(self) -> None:
+        """Bring together what `streams` names."""
+        for layers in self.streams():
+            pack(layers)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "JointAttention":
+        """Moving or casting gives every parameter memory of its own."""
+        super()._apply(fn, recurse)
+        self.pack()
+        return self
 
     def forward(self, x: Tensor, c: Tensor, rope: Rope, text_out: bool) -> tuple[Tensor, Tensor | None]:
         """x [B, N, D], c [B, L, D] to the same; without `text_out` the text only gives its keys and values."""
@@ -210,9 +223,9 @@ class JointAttention(nn.Module):
         )
         v = torch.cat((self.to_v(x), self.add_v_proj(c)), dim=1).unflatten(-1, (self.heads, -1))
         if not text_out:
-            return self.to_out[0](attend(q, k, v)), None
+            return self.to_out[0](attend(q, k, v, self.backend)), None
         q = torch.cat((q, self.project(self.add_q_proj, self.norm_added_q, c)), dim=1)
-        x, c = attend(q, k, v).split((x.shape[1], c.shape[1]), dim=1)
+        x, c = attend(q, k, v, self.backend).split((x.shape[1], c.shape[1]), dim=1)
         return self.to_out[0](x), self.to_add_out(c)
 
     def project(self, layer: nn.Linear, norm: RMSNorm, x: Tensor, rope: Rope | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.fused import run_blocks
 from engine.layers import (
     REFINER_EPS,
     AdaNorm,
@@ -24,6 +25,7 @@ from engine.layers import (
     TransformerBlock,
     modulate,
 )
+from engine.packed import reserve
 from engine.rope import rope_tables
 from engine.step_cache import StepCache
 
@@ -146,6 +148,7 @@ class PAN2Transformer3DModel(nn.Module):
         )
         self.norm_out = AdaNorm(dim, 2)
         self.proj_out = nn.Linear(dim, c.out_channels * 4)
+        self.fused_kernels = False
         self._schedules: OrderedDict[tuple, tuple[list[Tensor], Tensor]] = OrderedDict()
         self.register_load_state_dict_post_hook(_forget_schedules)
         self.init_weights()
@@ -162,7 +165,24 @@ class PAN2Transformer3DModel(nn.Module):
         """As `to(dtype)`, but `norm1.linear` becomes or stays float32, as in the release."""
         for name, parameter in self.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if ".norm1.linear." in name else dtype)
+        for block in self.transformer_blocks:
+            block.attn.pack()
         return self
+
+    def reserve(self, place: Callable[[str], tuple[torch.device, torch.dtype]]) -> None:
+        """For a loader, on meta: memory for the weights that share one tensor, by the name of a parameter."""
+        for i, block in enumerate(self.transformer_blocks):
+            for layers, first in zip(block.attn.streams(), ("to_q", "add_q_proj"), strict=True):
+                reserve(layers, *place(f"transformer_blocks.{i}.attn.{first}.weight"))
+
+    def set_fused_kernels(self, on: bool) -> None:
+        """Compute the blocks in few passes (`engine.fused`), with Triton kernels where those run. No gradients."""
+        self.fused_kernels = on
+
+    def set_attention(self, backend: str | None) -> None:
+        """Which implementation the blocks' attention takes, see `engine.attention`; None: PyTorch's own choice."""
+        for block in self.transformer_blocks:
+            block.attn.backend = backend
 
     def init_weights(self) -> None:
         """Xavier for linears, zero biases, norms one; zero for modulations and output.
@@ -200,8 +220,8 @@ class PAN2Transformer3DModel(nn.Module):
         x = F.linear(patchify(hidden_states.to(self.dtype)), self.x_embedder.weight.flatten(1), self.x_embedder.bias)
         c = self.refine(encoder_hidden_states)
         rope = self.rope(hidden_states.shape)
-        x = self.blocks(x.to(self.dtype), c, [b.norm1(temb) for b in self.transformer_blocks], rope)
-        return self.project_out(x, self.norm_out(temb), hidden_states.shape)
+        modulations = [b.norm1(temb) for b in self.transformer_blocks]
+        return self.run(x.to(self.dtype), c, modulations, self.norm_out(temb), rope, hidden_states.shape)
 
     def refine(self, text: Tensor) -> Tensor:
         """Text embedding [B, L, text width] to the text stream [B, L, D]; depends on nothing else."""
@@ -216,13 +236,34 @@ class PAN2Transformer3DModel(nn.Module):
         grid = (frames, height // 2, width // 2)
         return rope_tables(grid, c.rope_axes_dim, c.rope_theta, c.rope_temporal_scale, self.device)
 
-    def blocks(
-        self, x: Tensor, c: Tensor, modulations: list[Tensor], rope: Rope, enough: Enough | None = None
+    def run(
+        self,
+        x: Tensor,
+        c: Tensor,
+        modulations: list[Tensor],
+        out: Tensor,
+        rope: Rope,
+        shape: Sequence[int],
+        enough: Enough | None = None,
     ) -> Tensor | None:
-        """Both streams through all blocks; the text's own result of the last one would go nowhere.
+        """Tokens [B, N, D] and text [B, L, D] to a velocity for latents of `shape`. out: the modulation behind the
+        blocks; unlike in the blocks its scale comes first.
 
         enough: asked with the video stream before and after the first block; if it says so, the result is None.
         """
+        scale, shift = out.chunk(2, dim=-1)
+        if self.fused_kernels:
+            self._refuse_gradients()
+            x = run_blocks(self.transformer_blocks, x, c, modulations, (shift, scale), rope, enough)
+        else:
+            x = self.blocks(x, c, modulations, rope, enough)
+            x = None if x is None else modulate(x, shift, scale)
+        return None if x is None else unpatchify(self.proj_out(x), shape).to(self.dtype)
+
+    def blocks(
+        self, x: Tensor, c: Tensor, modulations: list[Tensor], rope: Rope, enough: Enough | None = None
+    ) -> Tensor | None:
+        """Both streams through all blocks; the text's own result of the last one would go nowhere."""
         last = len(modulations) - 1
         for i, (block, modulation) in enumerate(zip(self.transformer_blocks, modulations, strict=True)):
             before = x
@@ -232,10 +273,11 @@ class PAN2Transformer3DModel(nn.Module):
                 return None
         return x
 
-    def project_out(self, x: Tensor, modulation: Tensor, shape: Sequence[int]) -> Tensor:
-        """Tokens [B, N, D] to a velocity; unlike in the blocks the scale comes first."""
-        scale, shift = modulation.chunk(2, dim=-1)
-        return unpatchify(self.proj_out(modulate(x, shift, scale)), shape).to(self.dtype)
+    def _refuse_gradients(self) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise RuntimeError(
+                "the fused kernels have no gradients; call set_fused_kernels(False), or work under torch.no_grad()"
+            )
 
     @torch.no_grad()
     def prepare(self, text_embeddings: Tensor, condition: Tensor, sigmas: Sequence[float]) -> Prepared:
@@ -275,10 +317,10 @@ class PAN2Transformer3DModel(nn.Module):
         patches = patchify(latents.to(self.device, self.dtype))
         x = torch.addmm(prepared.condition.flatten(0, 1), patches.flatten(0, 1), weight.T).view_as(prepared.condition)
         modulations, enough = [m[k] for m in prepared.blocks], partial(cache.recalls, k) if cache else None
-        x = self.blocks(x.to(self.dtype), prepared.text, modulations, prepared.rope, enough)
-        if x is None:
+        x, out = x.to(self.dtype), prepared.out[k]
+        velocity = self.run(x, prepared.text, modulations, out, prepared.rope, latents.shape, enough)
+        if velocity is None:
             return cache.velocity(k)
-        velocity = self.project_out(x, prepared.out[k], latents.shape)
         if cache:
             cache.keep(k, velocity)
         return velocity

@@ -12,6 +12,8 @@ Quality = Literal["full", "balanced", "draft"]
 Precision = Literal["auto", "fp32", "bf16"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
+AutoSwitch = Literal["auto", "on", "off"]
+Attention = Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"]
 DecodePath = Literal["auto", "plain", "reference"]
 
 
@@ -46,12 +48,16 @@ class _Checked:
 class DenoiseSettings(_Checked):
     """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); quality: "full" computes every
     step, "balanced" and "draft" skip blocks where the result hardly changes (engine/step_cache.py); preview: small
-    pictures of where the video goes, every few steps."""
+    pictures of where the video goes, every few steps; attention: which implementation, "auto" for the fastest that gave
+    the right answer on this device; fused_kernels: the blocks in few passes, "auto" where the kernels run and are
+    proven."""
 
     user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
     quality: Quality = "full"
     preview: Switch = "on"
+    attention: Attention = "auto"
+    fused_kernels: AutoSwitch = "auto"
 
 
 @dataclass(frozen=True)

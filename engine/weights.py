@@ -295,10 +295,12 @@ def _read(file: BinaryIO, target: torch.Tensor) -> None:
 
 
 def assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in place of a parameter or buffer of a module."""
+    """Put a tensor in place of a parameter or buffer of a module, or into the memory that a parameter has already."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    if leaf in owner._parameters:
+    if leaf in owner._parameters and not owner._parameters[leaf].is_meta:
+        owner._parameters[leaf].data.copy_(tensor)
+    elif leaf in owner._parameters:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[leaf] = tensor

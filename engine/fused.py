@@ -1,0 +1,184 @@
+"""The blocks of the transformer in as few passes over memory as they need. `set_fused_kernels` switches it on.
+
+The formulas are those of `engine.layers`, arranged otherwise: one product makes queries, keys and values of a stream,
+in the joint layout, where they are normed and turned in place; each gated residual is added by the pass that
+normalises for what comes next, also across the border of two blocks; GELU is part of its product where PyTorch has
+that. Every product is in one of the functions at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention import attend
+from engine.layers import BLOCK_EPS, FeedForward, JointAttention, Modulation, Rope, TransformerBlock
+from engine.packed import joint, packable
+from kernels import launch
+from kernels.choose import Choice, Path, choose
+from kernels.modulate.op import gated_modulate, modulate
+from kernels.qk_norm_rope.op import Norms, qk_norm_rope
+
+# Whether the kernels have passed tests/gpu on a real device. Until then "auto" leaves them off; "on" runs them.
+PROVEN_ON_A_GPU = False
+
+
+def choose_fused(wanted: str, device: torch.device) -> Choice:
+    """What `DenoiseSettings.fused_kernels` means on a device. Raises RequestError for "on" where it can't be."""
+    held_back = None if PROVEN_ON_A_GPU else "their tests have not run on a GPU yet, ask for them with on"
+    fused = Path("on", "fused Triton kernels", lack=launch.lack(device), held_back=held_back)
+    return choose("fused_kernels", (fused, Path("off", "PyTorch operations")), wanted)
+
+
+class Streams(NamedTuple):
+    """Between two blocks: the residual of each stream, and what its next block's attention takes."""
+
+    x: Tensor  # video [B, N, D]
+    x_in: Tensor
+    c: Tensor  # text [B, L, D]
+    c_in: Tensor
+
+
+class Shifts(NamedTuple):
+    """A block's modulations, of one stream."""
+
+    attn: Modulation
+    mlp: Modulation
+
+
+def run_blocks(
+    blocks: Sequence[TransformerBlock],
+    x: Tensor,
+    c: Tensor,
+    modulations: Sequence[Tensor],
+    out: tuple[Tensor, Tensor],
+    rope: Rope,
+    enough: Callable[[Tensor, Tensor], bool] | None = None,
+) -> Tensor | None:
+    """Tokens [B, N, D] and text [B, L, D] through all blocks and the LayerNorm behind them, to [B, N, D].
+
+    modulations: of the video, a block each, float32 [6 D] or [B, 6 D]; out: shift and scale of that LayerNorm.
+    enough: asked with the video stream before and after the first of several blocks; if it says so, the result is None.
+    """
+    video = [shifts(m) for m in modulations]
+    text = [shifts(block.scale_shift_table_context) for block in blocks]
+    streams = start(x, c, video[0], text[0])
+    last = len(blocks) - 1
+    for i in range(last):
+        after = video[i + 1].attn[:2], text[i + 1].attn[:2]
+        before = streams.x
+        with blocks[i].visit():
+            streams = run_block(blocks[i], streams, video[i], text[i], after, rope)
+        if i == 0 and enough is not None and enough(before, streams.x):
+            return None
+    with blocks[last].visit():
+        return run_last(blocks[last], streams, video[last], out, rope)
+
+
+def shifts(m: Tensor) -> Shifts:
+    """[..., 6 D] in six, as they lie."""
+    parts = m.detach().chunk(6, dim=-1)
+    return Shifts(Modulation(*parts[:3]), Modulation(*parts[3:]))
+
+
+def start(x: Tensor, c: Tensor, video: Shifts, text: Shifts) -> Streams:
+    x_in = modulate(x, video.attn.shift, video.attn.scale, BLOCK_EPS)
+    return Streams(x, x_in, c, modulate(c, text.attn.shift, text.attn.scale, BLOCK_EPS))
+
+
+def run_block(
+    block: TransformerBlock, s: Streams, video: Shifts, text: Shifts, after: tuple[tuple, tuple], rope: Rope
+) -> Streams:
+    """after: shift and scale of what follows, for the video and for the text."""
+    y, z = joint_attention(block.attn, s.x_in, s.c_in, rope)
+    x, x_in = finish(s.x, y, block.ff, video, after[0])
+    c, c_in = finish(s.c, z, block.ff_context, text, after[1])
+    return Streams(x, x_in, c, c_in)
+
+
+def run_last(block: TransformerBlock, s: Streams, video: Shifts, after: tuple[Tensor, Tensor], rope: Rope) -> Tensor:
+    """The last block: its text only gives keys and values."""
+    y, _ = joint_attention(block.attn, s.x_in, s.c_in, rope, text_out=False)
+    return finish(s.x, y, block.ff, video, after)[1]
+
+
+def finish(x: Tensor, y: Tensor, ff: FeedForward, m: Shifts, after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A stream behind its attention's output y: the new residual, and what the next layer takes of it."""
+    x, x_in = gated_modulate(x, y, m.attn.gate, m.mlp.shift, m.mlp.scale, BLOCK_EPS)
+    return gated_modulate(x, feed_forward(ff, x_in), m.mlp.gate, *after, BLOCK_EPS)
+
+
+# ---- the products
+
+
+def joint_attention(
+    attn: JointAttention, x: Tensor, c: Tensor, rope: Rope, text_out: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """As `JointAttention.forward`."""
+    n = x.shape[1]
+    qkv = joint_qkv(attn, x, c, text_out)
+    norms = Norms(*(n.weight for n in (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)))
+    qk_norm_rope(qkv[:, :n], qkv[:, n:], norms, rope, BLOCK_EPS, out=qkv, text_queries=text_out)
+    q, k, v = qkv.unbind(2)
+    y = attend(q if text_out else q[:, :n], k, v, attn.backend)
+    return attn.to_out[0](y[:, :n]), attn.to_add_out(y[:, n:]) if text_out else None
+
+
+def joint_qkv(attn: JointAttention, x: Tensor, c: Tensor, text_queries: bool) -> Tensor:
+    """[B, N + L, 3, H, E]: one product for the video, one for the text, each written where attention reads it."""
+    batch, n, dim = x.shape
+    qkv = x.new_empty(batch, n + c.shape[1], 3 * dim)
+    video, text = attn.streams()
+    first = 0 if text_queries else 1
+    project(video, x, qkv[:, :n])
+    project(text[first:], c, qkv[:, n:, first * dim :])
+    return qkv.view(batch, -1, 3, attn.heads, dim // attn.heads)
+
+
+def project(layers: Sequence[nn.Module], x: Tensor, out: Tensor) -> None:
+    """All layers of x [B, S, D] side by side into `out` [B, S, outputs of all], in one product if they can share it."""
+    if not packable(layers):
+        for layer, part in zip(layers, out.chunk(len(layers), dim=-1), strict=True):
+            part.copy_(layer(x))
+        return
+    weight, bias = joint(layers)
+    for tokens, rows in zip(x, out, strict=True):
+        torch.addmm(bias, tokens, weight.T, out=rows)
+
+
+def feed_forward(ff: FeedForward, x: Tensor) -> Tensor:
+    return ff.net[2](gelu_linear(ff.net[0].proj, x))
+
+
+def gelu_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """GELU, tanh approximation, of a linear layer."""
+    if type(layer) is not nn.Linear or not gelu_in_product(x.device, x.dtype):
+        return F.gelu(layer(x), approximate="tanh")
+    y = torch._addmm_activation(layer.bias, x.flatten(0, 1), layer.weight.T, use_gelu=True)
+    return y.view(*x.shape[:-1], -1)
+
+
+@functools.cache
+def gelu_in_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product may apply GELU itself here: only where that is the tanh approximation, which is tried out.
+
+    On CUDA it is cuBLASLt's epilogue, of the tanh form; on a CPU PyTorch takes the exact form.
+    """
+    if device.type != "cuda":
+        return False
+    one, zero = torch.eye(64, device=device, dtype=dtype), torch.zeros(64, device=device, dtype=dtype)
+    return is_tanh_gelu(lambda x: torch._addmm_activation(zero, x, one, use_gelu=True), device, dtype)
+
+
+def is_tanh_gelu(function: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell the two forms apart where they differ most, by 5e-4 at -2.2, and where bf16 still shows it."""
+    x = torch.linspace(-4, -1.8, 64, device=device).to(dtype).expand(64, 64).contiguous()
+    found, plain = function(x).double(), F.gelu(x, approximate="tanh").double()
+    tanh, erf = (F.gelu(x.double(), approximate=form) for form in ("tanh", "none"))
+    near = (found - tanh).norm() <= 2 * (plain - tanh).norm() + 1e-3 * tanh.norm()
+    return bool(near and (found - tanh).norm() < (found - erf).norm())
