@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kernels.build.arch import Target
@@ -19,13 +20,17 @@ TILES = {
 }
 
 
-def units(target: Target) -> list[Unit]:
+def units_of(pairs: Sequence[tuple[str, str]]) -> list[Unit]:
     """One file for each tile and element type, which take a minute each, then the small ones."""
-    pairs = [(tile, element) for tile in TILES[target.family] for element in ELEMENTS]
     large = [Unit(f"{t}_{e}", "convolution.cu", (f"TILE={t}", f"ELEMENT={e}")) for t, e in pairs]
     # nvcc splits macros at commas, so each entry of the table is one name.
     table = "TILES=" + " ".join(f"X({unit.name})" for unit in large)
     return [*large, Unit("stencil", "stencil.cu"), Unit("library", "library.cu", (table,))]
+
+
+def units(target: Target) -> list[Unit]:
+    """Every tile of the target's family in both types."""
+    return units_of([(tile, element) for tile in TILES[target.family] for element in ELEMENTS])
 
 
 RECIPE = Recipe("vae_decode", Path(__file__).with_name("csrc"), units)

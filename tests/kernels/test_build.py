@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+from engine.errors import RequestError, ResourceError
 from kernels.build import __main__ as command
 from kernels.build import arch, cache, preflight, store
 from kernels.build.compile import BuildError, Recipe, Unit, command_flags
-
-from engine.errors import RequestError, ResourceError
 from kernels.vae_decode.recipe import RECIPE, TILES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,7 @@
 """The compiled convolutions' Python side on a CPU: what is refused, and that the right memory reaches the kernels."""
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.build import arch, preflight
-from kernels.vae_decode import built
+from kernels.vae_decode import built, reference
 from kernels.vae_decode.built import Built, Convolution, KernelError, Library, Stencil
 from kernels.vae_decode.recipe import ELEMENTS, RECIPE, TILES
 from kernels.vae_decode.tiles import NARROWING, TABLE, choose_tile
@@ -277,6 +278,81 @@ def test_every_code_of_the_header_has_words():
     small = {int(code) for name, code in codes.items() if int(code) < built.CUDA and name != "Done"}
     assert small == set(built.REFUSALS)
     assert (int(codes["CudaError"]), int(codes["CutlassError"])) == (built.CUDA, built.CUTLASS)
+
+
+# ---- the stencil, run on the host ------------------------------------------------------------------------------------
+
+
+def cuda_headers():
+    """The folder with CUDA's headers, None where there is no toolkit."""
+    nvcc = preflight.find_nvcc()
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", *([nvcc.resolve().parents[1]] if nvcc else [])]
+    return next((Path(home, "include") for home in homes if Path(home, "include/cuda_fp16.h").is_file()), None)
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory):
+    """csrc/stencil.cu by a C++ compiler: each launch becomes a loop over blocks and threads."""
+    headers, folder = cuda_headers(), tmp_path_factory.mktemp("stencil")
+    if headers is None or shutil.which("g++") is None:
+        pytest.skip("needs g++ and the headers of the CUDA toolkit")
+    launch = re.compile(r"gather<(\w+)><<<grid, kThreads, 0, stream>>>\(\*s\);")
+    source = (RECIPE.folder / "stencil.cu").read_text(encoding="utf-8")
+    code, launches = launch.subn(r"run_on_host(gather<\1>, grid, kThreads, *s);", source)
+    assert launches == 2
+    (folder / "stencil.cpp").write_text('#include "stencil_host.h"\n' + code, encoding="utf-8")
+    includes = [f"-I{place}" for place in (headers, Path(__file__).parent, RECIPE.folder)]
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", *includes, "stencil.cpp", "-o", "stencil.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    run = ctypes.CDLL(str(folder / "stencil.so")).run_stencil
+    device = on_cpu()
+    device.library.stencil = lambda call: Library._check(device.library, run(ctypes.byref(call)))
+    return device
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "rows", "w", "channels"), [(1, 3, 1, 112), (3, 6, 130, 112), (2, 4, 5, 120)])
+def test_the_stencil_has_the_bytes_of_its_reference(on_host, dtype, t, rows, w, channels):
+    values, bias = (
+        numbers(t, rows + 3, w, channels, dtype=dtype)[:, 1 : rows + 1] * 0.5,
+        numbers(12, dtype=torch.float32),
+    )
+    for kind, size, band in (
+        (torch.float32, (t, rows + 1, w, 12), slice(1, rows - 1)),
+        (torch.uint8, (t, 2 * rows, 2 * w, 3), slice(2, 2 * rows - 2)),
+    ):
+        out, wanted = (torch.full(size, 77, dtype=kind) for _ in range(2))
+        flags = torch.ones(2, 1, dtype=torch.int32)
+        on_host.stencil(out[:, band], values, bias, flags[0])
+        reference.stencil(wanted[:, band], values, bias, flags[1])
+        assert torch.equal(out, wanted) and flags.sum() == 2
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_the_stencil_reports_one_value_that_is_not_finite(on_host, wrong):
+    values, bias, finite = numbers(2, 5, 130, 112), torch.zeros(12), torch.ones(1, dtype=torch.int32)
+    on_host.stencil(torch.empty(2, 6, 260, 3, dtype=torch.uint8), values, bias, finite)
+    assert finite.item() == 1
+    values[1, 2, 129, 30] = wrong
+    on_host.stencil(torch.empty(2, 6, 260, 3, dtype=torch.uint8), values, bias, finite)
+    assert finite.item() == 0
+
+
+OTHER_PLANES = {
+    "height": dict(out=torch.empty(2, 8, 14, 3, dtype=torch.uint8)),
+    "depth": dict(out=torch.empty(1, 3, 7, 12)),
+    "planes": dict(values=numbers(2, 5, 7, 104)),
+    "bias": dict(bias=torch.zeros(16)),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_PLANES)
+def test_the_stencil_refuses_a_plane_of_another_size(on_host, what):
+    usual = dict(out=torch.empty(2, 3, 7, 12), values=numbers(2, 5, 7, 112), bias=torch.zeros(12))
+    finite = torch.ones(1, dtype=torch.int32)
+    on_host.stencil(**usual, finite=finite)
+    with pytest.raises(ValueError):
+        on_host.stencil(**usual | OTHER_PLANES[what], finite=finite)
 
 
 # ---- what CUTLASS makes of it ----------------------------------------------------------------------------------------
