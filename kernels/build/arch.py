@@ -9,8 +9,8 @@ from engine.errors import RequestError
 
 
 class Target(NamedTuple):
-    """name: nvcc's, with the letter that turns on what only this architecture has; family: which tiles it gets; gpus: for
-    people; cuda: the first toolkit that is taken (earlier ones know sm_90a, but not all that CUTLASS 4 asks for)."""
+    """name: nvcc's, with the letter that turns on what only this architecture has; family: which tiles it gets; gpus:
+    for people; cuda: the first toolkit that is taken (earlier ones know sm_90a, not all that CUTLASS 4 asks for)."""
 
     name: str
     capability: tuple[int, int]
