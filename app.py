@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import fastapi
 import gradio as gr
 import uvicorn
+from gradio.utils import get_upload_folder
 
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
@@ -24,13 +24,17 @@ from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
 from engine.telemetry import memory_now
-from engine.web import render
+from engine.web import mcp, render
 from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
 from engine.web.compare_tab import CompareTab
+from engine.web.files import visitor
+from engine.web.gate import Gate
 from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
+from engine.web.hosting import Hosting
 from engine.web.live import LiveSource, live_router
+from engine.web.metrics import Metrics, metrics_router
 from engine.web.routes import asset_router, health_router, video_router
 from engine.web.theme import HEAD, theme
 from engine.web.world_routes import world_router
@@ -42,6 +46,8 @@ log = logging.getLogger("app")
 DELETE_CACHE = (600, 86_400)
 # Latents of 20 s at 1248 x 704 are 77 MiB.
 LARGEST_UPLOAD = "128mb"
+# What an upload's request holds besides the file.
+MULTIPART_BYTES = 64 * 2**10
 
 
 class Page:
@@ -77,8 +83,9 @@ def build(engine: Engine, jobs: Jobs) -> gr.Blocks:
     return Page(engine, jobs).demo
 
 
-def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
-    """The page and its routes. The model is loaded beside it, so that the port answers at once."""
+def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
+    """The page and its routes, behind the gate. The model is loaded beside it, so that the port answers at once."""
+    hosting = hosting or Hosting()
 
     @asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -94,11 +101,13 @@ def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
     app.include_router(compare_router(jobs.comparison))
     app.include_router(world_router(jobs.snapshot))
     app.include_router(live_router(lambda job: _live_source(jobs, job)))
+    if hosting.metrics:
+        app.include_router(metrics_router(Metrics(jobs)))
     demo = build(engine, jobs).queue(max_size=64, api_open=False)
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;
     # in a mounted one, any file of the server could be asked for.
     demo.has_launched = demo.is_running = True
-    return gr.mount_gradio_app(
+    gr.mount_gradio_app(
         app,
         demo,
         "/",
@@ -112,7 +121,11 @@ def server(engine: Engine, jobs: Jobs) -> fastapi.FastAPI:
         ssr_mode=False,
         theme=theme(),
         head=HEAD,
+        mcp_server=hosting.mcp,
     )
+    if hosting.mcp:
+        mcp.connect(demo, hosting)
+    return Gate(app, hosting, lambda: Path(get_upload_folder()), demo.max_file_size + MULTIPART_BYTES)
 
 
 def _live_source(jobs: Jobs, job: str) -> LiveSource | None:
@@ -131,20 +144,25 @@ def _load(engine: Engine) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments; what is left out comes from the environment."""
-    environment = os.environ.get
     parser = argparse.ArgumentParser("app.py", description="The page: from a prompt to a video.")
     parser.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file (ENGINE_PRESET)")
     parser.add_argument("--checkpoint", help="a folder, or a repository on the Hub (ENGINE_CHECKPOINT)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
-    parser.add_argument("--outputs", type=Path, default=Path(environment("ENGINE_OUTPUTS", "outputs")))
-    parser.add_argument("--host", default=environment("GRADIO_SERVER_NAME", "127.0.0.1"))
-    parser.add_argument("--port", type=_port, default=environment("GRADIO_SERVER_PORT", "7860"))
+    parser.add_argument("--outputs", type=Path, help="folder for jobs (ENGINE_OUTPUTS)")
+    parser.add_argument("--host", help="address to listen on (GRADIO_SERVER_NAME)")
+    parser.add_argument("--port", type=_port, help="port to listen on (GRADIO_SERVER_PORT)")
     return parser
+
+
+def settings(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Hosting:
+    """What the arguments say, else the environment. Raises RequestError."""
+    given = ("preset", "checkpoint", "outputs", "host", "port")
+    return Hosting.read(environment, **{name: getattr(arguments, name) for name in given})
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535 (GRADIO_SERVER_PORT)")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535")
     return int(text)
 
 
@@ -166,22 +184,25 @@ def main() -> None:
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        preset = preset_from_environment(arguments.preset, arguments.checkpoint)
+        hosting = settings(arguments)
+        preset = preset_from_environment(hosting.preset, hosting.checkpoint)
         engine = Engine(preset, arguments.device)
-        jobs = Jobs(engine, _outputs(arguments.outputs), Keep.from_environment())
+        jobs = Jobs(engine, _outputs(hosting.outputs), Keep.from_environment(), hosting.queue_limits(), visitor)
     except EngineError as error:
         raise SystemExit(str(error)) from error
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.
     config = uvicorn.Config(
-        server(engine, jobs),
-        host=arguments.host,
-        port=arguments.port,
+        server(engine, jobs, hosting),
+        host=hosting.host,
+        port=hosting.port,
+        # The gate says whose word counts.
+        proxy_headers=False,
         log_level="warning",
         timeout_graceful_shutdown=2,
     )
     # Bound before the model is loaded: a port that is taken is said at once, and a waiting visitor is let in.
     listener = config.bind_socket()
-    print(f"{preset.title}: http://{arguments.host}:{arguments.port}", flush=True)
+    print(f"{preset.title}: http://{hosting.host}:{hosting.port}", flush=True)
     # The server ends in order on an interrupt and then raises it again.
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""What jobs are called: the second in which they were asked for, and eight random digits."""
+"""What jobs are called: the second in which they were asked for, and random digits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from engine.errors import RequestError, shown
 
-JOB_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")
+JOB_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8,16}")
 
 
 def new_id() -> str:
     """A name that no other job has; names sort as their jobs were asked for."""
-    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
+    # Who knows the name may see the video, so that it must not be guessed.
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(8)
 
 
 def known_id(value: Any) -> str | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import again, disk, store
+from engine.admission import Admission, QueueLimits
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
@@ -45,12 +46,22 @@ class Jobs:
     """Submits jobs to one worker thread, in the order in which they came.
 
     engine: makes the videos; outputs: every job gets a folder of its own below it, and those that are there already
-    are found again; keep: how much of them stays. Raises ResourceError if the folder can't be written to or is another
+    are found again; keep: how much of them stays; limits: of the queue; visitor: the address for which this thread
+    submits, None for the owner of the machine. Raises ResourceError if the folder can't be written to or is another
     server's.
     """
 
-    def __init__(self, engine: Generates, outputs: Path, keep: Keep | None = None) -> None:
+    def __init__(
+        self,
+        engine: Generates,
+        outputs: Path,
+        keep: Keep | None = None,
+        limits: QueueLimits | None = None,
+        visitor: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.engine, self.outputs, self.keep = engine, outputs, keep or Keep()
+        self.on_end: list[Callable[[Job], None]] = []
+        self._visitor, self._admission, self._door = visitor, Admission(limits), threading.Lock()
         self._lock = store.lock(outputs)
         self._states: dict[str, Job] = {job.id: job for job in store.load_all(outputs)}
         self._tickets: dict[str, Ticket] = {}
@@ -66,20 +77,35 @@ class Jobs:
     ) -> str:
         """Queue a checked request; returns the job's id at once. The folder is there then, with the first frame in it.
 
-        parent, group: see `Job`. Raises ResourceError if the folder can't be written or its disk is too full for all
-        that waits, RequestError for a picture or latents that can't be read.
+        parent, group: see `Job`. Raises BusyError if the queue is full or the visitor has asked for too much,
+        ResourceError if the folder can't be written or its disk is too full for all that waits, RequestError for a
+        picture or latents that can't be read.
         """
         name = new_id()
         job = new_job(request, id=name, folder=self.outputs / name, parent=parent, group=group)
+        # One at a time, so that nobody is admitted while another's job is not yet counted.
+        with self._door:
+            self._admit(name)
+            ticket = self._require_room(job)
+            self._furnish(job, request)
+            with self._changed:
+                self._states[name], self._tickets[name] = job, ticket
+        self._waiting.put(name)
+        return name
+
+    def _admit(self, job: str) -> None:
+        visitor = self._visitor()
+        with self._changed:
+            active = {name for name, state in self._states.items() if not state.over}
+            self._admission.check(visitor, active, self.waiting)
+            self._admission.take(visitor, job)
+
+    def _require_room(self, job: Job) -> Ticket:
         ticket = Ticket(room(job))
         with self._changed:
             promised = sum(other.room for other in self._tickets.values())
         disk.require(self.outputs, ticket.room + promised, "This job and those before it" if promised else "This job")
-        self._furnish(job, request)
-        with self._changed:
-            self._states[name], self._tickets[name] = job, ticket
-        self._waiting.put(name)
-        return name
+        return ticket
 
     def decode_again(self, job: str, settings: DecodeSettings) -> str:
         """Queue another decode of a video's latents; returns the new job's id at once. Errors as of `submit`."""
@@ -104,6 +130,20 @@ class Jobs:
                 f"The output folder {job.folder} can't be written to ({error}). Make it writable and see that its disk "
                 "is not full, or choose another one (ENGINE_OUTPUTS)."
             ) from error
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs stand in the queue."""
+        return self._number("queued")
+
+    @property
+    def running(self) -> int:
+        """How many jobs are at work: 1 or 0."""
+        return self._number("running")
+
+    def _number(self, status: Status) -> int:
+        with self._changed:
+            return sum(state.status == status for state in self._states.values())
 
     def snapshot(self, job: str) -> JobState | None:
         """A video's job as it is now, or None if the id is unknown or that of a comparison."""
@@ -131,10 +171,13 @@ class Jobs:
                 return
             state.stopping = True
             self._tickets[job].cancel.set()
-            if state.status == "queued":
+            waited = state.status == "queued"
+            if waited:
                 state.end("stopped", "Stopped before it began.")
                 self._save(state)
             self._changed.notify_all()
+        if waited:
+            self._tell(state)
 
     def delete(self, job: str) -> None:
         """Remove a job that is over, with its folder and nothing else. Raises RequestError while it is at work or its
@@ -220,8 +263,10 @@ class Jobs:
 
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None and not self._closing:
-            if self._begin(self._states[job]):
-                self._run(self._states[job], self._tickets[job].cancel)
+            # One that was stopped while it waited may be gone by now.
+            state = self._states.get(job)
+            if state is not None and self._begin(state):
+                self._run(state, self._tickets[job].cancel)
             with self._changed:
                 del self._tickets[job]
             self._tidy()
@@ -268,6 +313,12 @@ class Jobs:
             self._save(state)
 
         self._update(state, end)
+        self._tell(state)
+
+    def _tell(self, state: Job) -> None:
+        """Let listeners know that a job has ended."""
+        for listener in self.on_end:
+            listener(copy.copy(state))
 
     def _save(self, state: Job) -> None:
         """Write down what a job is. One that can't be written goes on: its video is worth more than its record."""

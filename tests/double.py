@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ from engine.settings import DecodeSettings
 from engine.shapes import latent_shape
 from engine.sides import Option
 from engine.video import VideoWriter, thumbnail
+from engine.web.files import visitor
+from engine.web.hosting import Hosting
 
 GIB = 2**30
 
@@ -74,6 +78,8 @@ class Double:
         self.pace = pace or Pace()
         self.finally_ran = 0
         self._busy = threading.Lock()
+        # Every way to denoise is there.
+        self.executor = SimpleNamespace(denoise_paths=lambda settings: [])
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
     def load(self) -> None:
@@ -231,11 +237,13 @@ class Served:
 
 
 @contextmanager
-def serve(engine: Double, outputs: Path) -> Iterator[Served]:
-    """The real page over a double, on a free port, until the block is left."""
-    jobs = Jobs(engine, outputs)
+def serve(engine: Double, outputs: Path, **settings: Any) -> Iterator[Served]:
+    """The real page over an engine, on a free port, until the block is left. settings: fields of `Hosting`."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app.server(engine, jobs), log_level="warning", timeout_graceful_shutdown=1)
+    hosting = Hosting(port=listener.getsockname()[1], **settings)
+    jobs = Jobs(engine, outputs, limits=hosting.queue_limits(), visitor=visitor)
+    page = app.server(engine, jobs, hosting)
+    config = uvicorn.Config(page, log_level="warning", timeout_graceful_shutdown=1, proxy_headers=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

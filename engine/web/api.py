@@ -40,10 +40,27 @@ def add_api(preset: Preset, jobs: Jobs) -> None:
         quality: Any = None,
         precision: Any = None,
     ) -> Iterator[Answer]:
-        """Make one video. Answers while it works with what happens, at the end with the mp4 and its figures.
+        """Make one video from a prompt, or from a prompt and its first frame.
 
-        seconds: rounded to the nearest length of 4n + 1 frames, 0 for one frame; height, width: pixels; seed: -1 draws
-        one; image: an uploaded picture, the first frame. What is left out is the preset's default.
+        Answers while it works with what happens, at the end with the mp4 and its figures as JSON (job, status, seconds,
+        frames, request, ...). What is left out, or null, is the preset's default. A value outside of the limits is
+        refused in a sentence that names the nearest one. Making a video takes from seconds to many minutes; one is made
+        at a time, others wait in a queue.
+
+        Args:
+            prompt: what happens, where, and how the camera moves; at most 20000 characters
+            negative_prompt: what should not be seen
+            image: an uploaded picture (PNG, JPEG, WebP), the first frame; no address of another server
+            seconds: length; rounded to the nearest 4n + 1 frames, 0 for a single frame
+            height: of the picture in pixels, a multiple of 32
+            width: of the picture in pixels, a multiple of 32
+            steps: of denoising; more take longer
+            guidance: how closely to follow the prompt; 1 or less leaves the negative prompt out
+            shift: of the noise schedule, above 0
+            seed: a whole number that is not negative gives the same video again; -1 draws one
+            decoder: auto, or a path of the System tab
+            quality: full computes every step in full, balanced and draft skip what changes little
+            precision: of denoising: auto, fp32, bf16 or fp8
         """
         values = {
             "prompt": prompt,

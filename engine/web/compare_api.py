@@ -51,11 +51,20 @@ def add_compare_api(engine: Engine, jobs: Jobs) -> None:
         a: Any = None,
         b: Any = None,
     ) -> Iterator[Answer]:
-        """Decode the same latents twice and measure how far the results are apart. Answers while it works with what
-        happens, at the end with the figures and both videos.
+        """Decode the same latents in two ways and measure how far the results are apart.
 
-        latents: an uploaded safetensors file; job: or a video made here; seed, height, width: or random latents;
-        frames: so many from the start, 4n + 1; a, b: "path" or "path:precision".
+        Answers while it works with what happens, at the end with the figures as JSON (PSNR, largest difference, seconds
+        and bytes of each side, a verdict) and both videos. Name one kind of latents: a file, or a job, or random ones.
+
+        Args:
+            latents: an uploaded safetensors file with one tensor "latents" [1, 48, frames, height, width]
+            job: the id of a video that was made here
+            seed: of random latents
+            height: of random latents, in pixels of their video, a multiple of 32
+            width: of random latents, in pixels of their video, a multiple of 32
+            frames: so many from the start, 4n + 1
+            a: the first decoder, "path" or "path:precision", such as auto or plain:fp32
+            b: the second decoder, such as reference:fp32
         """
         noise = {"seed": seed, "height": height, "width": width}
         form = call_form(start_form(engine), file=sent_file(latents), job=job, frames=frames, a=a, b=b, **noise)

@@ -12,7 +12,7 @@ from typing import Any
 
 import gradio as gr
 from gradio.blocks import BlockFunction
-from gradio.context import Context
+from gradio.context import Context, LocalContext
 from gradio.exceptions import ComponentProcessingError
 from gradio.utils import get_upload_folder
 
@@ -22,6 +22,12 @@ REFUSED = "Upload the file itself: this server takes no addresses and no files o
 def refused(words: str = REFUSED) -> gr.Error:
     """What a caller is told, without a traceback in the log."""
     return gr.Error(words, print_exception=False)
+
+
+def visitor() -> str | None:
+    """The address for which this thread handles a page's event or a call, as the gate has found it; None elsewhere."""
+    request = LocalContext.request.get(None)
+    return request.client.host if request is not None else None
 
 
 def refuse_in_words() -> None:
