@@ -1,0 +1,314 @@
+"""`python -m kernels.dit_bench`: one block and one whole step of the 29B transformer, plain, compiled and ours, against
+the floor that its products and attention alone make.
+
+Everything in one run, warm: times are medians of calls that take turns, the floor is made of the best. Weights and
+inputs are random. A block is one in the middle of the model; a step is both guidance branches. `ours-without-x` is ours
+with the PyTorch operations of `engine.layers` in place of x. kernels/benchmarks.md keeps the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from engine import fused, layers
+from engine.attention import BACKENDS, Shape, attend, choose_attention, probe
+from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
+from engine.rope import rope_tables
+from kernels import launch
+from kernels.modulate import bench as modulate_bench
+from kernels.qk_norm_rope import bench as qk_norm_rope_bench
+from kernels.timing import Call, best, copy_bandwidth, copy_share, medians, origin, table
+
+
+class Size(NamedTuple):
+    """grid: patches in time, height and width; text: its tokens; config: of the model, where it isn't the release."""
+
+    grid: tuple[int, int, int]
+    text: int
+    config: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+FULL = Size((31, 22, 39), 512, {})  # 121 frames at 704 x 1248
+LONG = Size((61, 22, 39), 512, {})  # 241 frames
+SMALL_CONFIG = {"num_attention_heads": 2, "attention_head_dim": 16, "rope_axes_dim": [4, 6, 6], "num_layers": 2}
+SMALL = Size((3, 3, 5), 7, SMALL_CONFIG | {"num_refiner_layers": 1, "text_embed_dim": 24})
+
+
+class Bench:
+    """A block with its inputs, and the ways to run it."""
+
+    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.size, self.device, self.dtype = size, device, dtype
+        self.config = c = MMDiTConfig.read(size.config)
+        inner = (int(c.dim * ratio) for ratio in (c.mlp_ratio, c.context_mlp_ratio))
+        with torch.device("meta"):
+            block = layers.TransformerBlock(c.dim, c.num_attention_heads, *inner)
+        self.block = randomised(block, device, dtype)
+        self.x, self.c = (self.random(1, n, c.dim) for n in (size.tokens, size.text))
+        self.modulation = self.random(6 * c.dim).float()
+        self.rope = rope_tables(size.grid, c.rope_axes_dim, c.rope_theta, c.rope_temporal_scale, device)
+        self.video, self.text = fused.shifts(self.modulation), fused.shifts(self.block.scale_shift_table_context)
+        self.streams = fused.start(self.x, self.c, self.video, self.text)
+        self.shape = Shape(dtype, c.num_attention_heads, c.attention_head_dim, size.tokens + size.text)
+        self.choice = choose_attention("auto", device, self.shape)
+        self.compiled = torch.compile(self.block)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
+
+    def plain(self, backend: str | None) -> tuple[Tensor, Tensor]:
+        self.block.attn.backend = backend
+        return self.block(self.x, self.c, self.modulation, self.rope)
+
+    def compiled_plain(self) -> tuple[Tensor, Tensor]:
+        """With the best attention; where that is not PyTorch's own, the compiler leaves it alone as it stands."""
+        native = self.choice.path in BACKENDS
+        self.block.attn.backend = None if native else self.choice.path
+        with sdpa_kernel(BACKENDS[self.choice.path]) if native else ExitStack():
+            return self.compiled(self.x, self.c, self.modulation, self.rope)
+
+    def ours(self, backend: str | None = "") -> fused.Streams:
+        """backend: "" for the best."""
+        self.block.attn.backend = self.choice.path if backend == "" else backend
+        after = self.video.attn[:2], self.text.attn[:2]
+        return fused.run_block(self.block, self.streams, self.video, self.text, after, self.rope)
+
+
+def randomised(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Any:
+    """A module built on meta, on the device with random weights, which make a block neither vanish nor blow up."""
+    module = module.to(dtype).to_empty(device=device).requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        parameter.normal_(std=0.02)
+        if ".norm_" in name or name.endswith(("norm1.weight", "norm2.weight")):
+            parameter += 1
+    return module
+
+
+def random_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> PAN2Transformer3DModel:
+    with torch.device("meta"):
+        model = PAN2Transformer3DModel(**config)
+    return randomised(model, device, dtype)
+
+
+# ---- the floor
+
+
+def products(bench: Bench) -> Iterator[tuple[str, int, int, int]]:
+    """The block's matrix products: name, rows, inputs, outputs."""
+    c = bench.config
+    streams = ("video", bench.size.tokens, c.mlp_ratio), ("text", bench.size.text, c.context_mlp_ratio)
+    for stream, rows, ratio in streams:
+        inner = int(c.dim * ratio)
+        yield f"{stream} qkv", rows, c.dim, 3 * c.dim
+        yield f"{stream} out", rows, c.dim, c.dim
+        yield f"{stream} up", rows, c.dim, inner
+        yield f"{stream} down", rows, inner, c.dim
+
+
+def product_floor(bench: Bench, rows: int, inputs: int, outputs: int, repeats: int) -> float:
+    """The best of both libraries, with the bias in the product and without one."""
+    x, weight, bias = bench.random(rows, inputs), bench.random(outputs, inputs), bench.random(outputs)
+    calls = (lambda: F.linear(x, weight, bias), lambda: torch.mm(x, weight.T))
+    found = []
+    for library in ("cublas", "cublaslt") if bench.device.type == "cuda" else (None,):
+        if library:
+            torch.backends.cuda.preferred_blas_library(library)
+        found += [best(call, bench.device, repeats) for call in calls]
+    if bench.device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library("default")
+    return min(found)
+
+
+def attention_floor(bench: Bench, repeats: int) -> tuple[float, str]:
+    """The best backend that gave the right answer, on tensors as the blocks hand them over and on packed ones."""
+    qkv = bench.random(1, bench.size.tokens + bench.size.text, 3, bench.shape.heads, bench.shape.head_size)
+    packed = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    found = []
+    for path in probe(bench.device, bench.shape):
+        if path.lack or (path.name == "math" and bench.device.type == "cuda"):
+            continue
+        for layout, tensor in (("as in the block", qkv), ("packed", packed)):
+            q, k, v = tensor.unbind(2)
+            took = best(lambda q=q, k=k, v=v, name=path.name: attend(q, k, v, name), bench.device, repeats)
+            found.append((took, f"attention, {path.name}, {layout}"))
+    print(table(("attention", "best ms"), [(name, took) for took, name in sorted(found)]), end="\n\n")
+    return min(found)
+
+
+def floor(bench: Bench, repeats: int) -> float:
+    """Milliseconds of the block's products and attention alone."""
+    parts = [(name, product_floor(bench, *shape, repeats)) for name, *shape in products(bench)]
+    took, name = attention_floor(bench, repeats)
+    parts.append((name, took))
+    print(table(("floor", "best ms"), parts), end="\n\n")
+    return sum(took for _, took in parts)
+
+
+# ---- ours with single kernels off
+
+
+def plain_qk_norm_rope(video, text, norms, rope, eps, out, text_queries):
+    """In the place of `qk_norm_rope`: PyTorch operations, each result copied to where it belongs."""
+    n, video, text = video.shape[1], video.clone(), text.clone()
+    for part, (norm, added) in enumerate(((norms.q, norms.added_q), (norms.k, norms.added_k))):
+        out[:, :n, part] = layers.qk_norm_rope(video[:, :, part], norm, rope, eps)
+        if part == 1 or text_queries:
+            out[:, n:, part] = layers.qk_norm_rope(text[:, :, part], added, None, eps)
+    return out
+
+
+def plain_gated_modulate(x, y, gate, shift, scale, eps):
+    residual = layers.add_gated(x, y, gate)
+    return residual, layers.modulate(residual, shift, scale, eps)
+
+
+WITHOUT = {
+    "qk_norm_rope": {"qk_norm_rope": plain_qk_norm_rope},
+    "modulate": {"modulate": layers.modulate, "gated_modulate": plain_gated_modulate},
+    "gelu_in_product": {"gelu_in_product": lambda device, dtype: False},
+}
+
+
+def without(call: Call, replaced: dict[str, Callable]) -> Call:
+    def run() -> Any:
+        with ExitStack() as stack:
+            for name, function in replaced.items():
+                stack.enter_context(patch.object(fused, name, function))
+            return call()
+
+    return run
+
+
+def as_graph(call: Call, device: torch.device) -> Call:
+    """The same work as one CUDA graph."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def run() -> Any:
+        graph.replay()
+        return result
+
+    return run
+
+
+def variants(bench: Bench, compiled: bool) -> dict[str, Call]:
+    """Every row: its name, and the call that is one block."""
+    calls: dict[str, Call] = {
+        "plain": lambda: bench.plain(None),
+        "plain-best-attention": lambda: bench.plain(bench.choice.path),
+    }
+    if compiled:
+        calls["compiled"] = bench.compiled_plain
+    calls["ours"] = bench.ours
+    calls["ours-without-best-attention"] = lambda: bench.ours(None)
+    calls |= {f"ours-without-{name}": without(bench.ours, replaced) for name, replaced in WITHOUT.items()}
+    if bench.device.type == "cuda":
+        calls["ours-as-graph"] = as_graph(bench.ours, bench.device)
+    return calls
+
+
+def distance(found: Any, truth: Any) -> float:
+    """Relative L2 of the video stream; it is the first of a block's results."""
+    return float((found[0].float() - truth[0].float()).norm() / truth[0].float().norm())
+
+
+# ---- whole steps
+
+
+def steps(size: Size, device: torch.device, choice: str, repeats: int) -> dict[str, float]:
+    """Milliseconds of a step, both guidance branches, with all blocks; by row."""
+    model = random_model(size.config, device, torch.bfloat16)
+    channels, (frames, rows, columns) = model.config.out_channels, size.grid
+    latents = torch.empty(1, channels, frames, 2 * rows, 2 * columns, device=device).normal_()
+    condition = torch.zeros(1, channels + 1, *latents.shape[2:], device=device)
+    text = torch.empty(1, size.text, model.config.text_embed_dim, device=device, dtype=torch.bfloat16).normal_()
+    prepared = model.prepare(text, condition, [0.9, 0.0])
+
+    def step(attention: str | None, on: bool) -> None:
+        model.set_attention(attention)
+        model.set_fused_kernels(on)
+        for _ in range(2):
+            model.velocity(latents, 0, prepared)
+
+    ways = {"plain": (None, False), "plain-best-attention": (choice, False), "ours": (choice, True)}
+    calls = [lambda way=way: step(*way) for way in ways.values()]
+    return dict(zip(ways, medians(calls, device, repeats, 1), strict=True))
+
+
+def shares(bench: Bench, repeats: int) -> list[tuple[str, float, float]]:
+    """Of each kernel its name, milliseconds and share of the copy bandwidth."""
+    bandwidth = copy_bandwidth(bench.device)
+    shape = bench.size.tokens, bench.config.dim, bench.dtype, bench.device
+    works = [*modulate_bench.passes(*shape), *qk_norm_rope_bench.passes(*shape)]
+    return [(work.name, *copy_share(work, bench.device, bandwidth, repeats)) for work in works]
+
+
+# ---- the command
+
+
+def measure(size: Size, device: torch.device, given: argparse.Namespace) -> dict[str, Any]:
+    rounds, repeats = (1, 2) if given.small else (4, 5)
+    bench = Bench(size, device)
+    print(f"attention: {bench.choice.path} ({bench.choice.reason}); kernels: {launch.lack(device) or 'Triton'}")
+    print(f"GELU in its product: {fused.gelu_in_product(device, bench.dtype)}; {size.tokens} + {size.text} tokens\n")
+    least = floor(bench, 2 if given.small else 20)
+    calls = variants(bench, compiled=device.type == "cuda" and not given.no_compile)
+    block = dict(zip(calls, medians(list(calls.values()), device, rounds, repeats), strict=True))
+    truth = calls["plain"]()
+    errors = {name: distance(call(), truth) for name, call in calls.items()}
+    kernels = shares(bench, 3 if given.small else 20)
+    choice = bench.choice.path
+    del bench, calls, truth
+    step = {} if given.no_step else steps(size, device, choice, 1 if given.small else 2)
+    rows = [
+        (name, took, took / least, block["plain"] / took, errors[name], step.get(name)) for name, took in block.items()
+    ]
+    print(table(("row", "block ms", "of floor", "faster than plain", "distance to plain", "step ms"), rows), end="\n\n")
+    print(table(("kernel", "ms", "share of copy"), kernels))
+    return {
+        "tokens": size.tokens + size.text,
+        "floor_ms": round(least, 3),
+        "rows": [
+            {"name": name, "block_ms": round(took, 3)} | ({"step_ms": round(step[name], 1)} if name in step else {})
+            for name, took in block.items()
+        ],
+        "kernels": [{"name": name, "copy_share": round(share, 4)} for name, _, share in kernels],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m kernels.dit_bench", description="Measure a block and a step.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="a tiny model, for a CPU; its figures mean nothing")
+    size.add_argument("--long", action="store_true", help="241 frames in place of 121")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-step", action="store_true", help="leave whole steps out, which need 60 GiB")
+    given = parser.parse_args(arguments)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    with torch.no_grad():
+        figures = measure(SMALL if given.small else LONG if given.long else FULL, device, given)
+    print(json.dumps({"bench": "dit", **origin(device), **figures}))
+
+
+if __name__ == "__main__":
+    main()

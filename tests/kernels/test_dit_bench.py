@@ -1,0 +1,94 @@
+"""The benchmarks' code, at a size for a CPU: figures mean nothing, but every row is computed and right."""
+
+import json
+
+import pytest
+import torch
+
+from engine.fused import Streams
+from kernels import dit_bench, timing
+from kernels.kernel_bench import main as kernel_main
+from kernels.modulate import bench as modulate_bench
+from kernels.qk_norm_rope import bench as qk_norm_rope_bench
+
+CPU = torch.device("cpu")
+PEERS = {"plain", "plain-best-attention"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 2**16)
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_last_line_is_the_record(capsys):
+    dit_bench.main(["--small", "--no-compile"])
+    record = last_line(capsys)
+    assert set(record) == {"bench", "gpu", "torch", "date", "commit", "tokens", "floor_ms", "rows", "kernels"}
+    assert record["bench"] == "dit" and record["tokens"] == 52 and record["floor_ms"] > 0
+    names = [row["name"] for row in record["rows"]]
+    assert set(names) >= PEERS and all(name in PEERS or name.startswith("ours") for name in names)
+    assert all(row["block_ms"] > 0 for row in record["rows"])
+    assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours"}
+    assert {kernel["name"] for kernel in record["kernels"]} >= {"modulate", "gated_modulate", "qk_norm_rope"}
+    assert all(kernel["copy_share"] > 0 for kernel in record["kernels"])
+
+
+@torch.no_grad()
+def test_every_row_computes_the_same_block():
+    bench = dit_bench.Bench(dit_bench.SMALL, CPU, torch.float32)
+    calls = dit_bench.variants(bench, compiled=False)
+    truth = bench.plain("math")
+    for name, call in calls.items():
+        result = call()
+        assert dit_bench.distance(result, truth) < 1e-5, name
+        video, text = (result.x, result.c) if isinstance(result, Streams) else result
+        torch.testing.assert_close(video, truth[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(text, truth[1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_kernel_that_is_switched_off_is_not_called(monkeypatch):
+    bench = dit_bench.Bench(dit_bench.SMALL, CPU, torch.float32)
+    calls = dit_bench.variants(bench, compiled=False)
+    for name, replaced in dit_bench.WITHOUT.items():
+        for function in replaced:
+            with monkeypatch.context() as patched:
+                patched.setattr(dit_bench.fused, function, None)
+                calls[f"ours-without-{name}"]()
+
+
+def test_the_floor_has_every_product_of_a_block():
+    """Weights of what the floor multiplies are those of the block, its modulations aside."""
+    bench = dit_bench.Bench(dit_bench.SMALL, CPU)
+    weights = sum(inputs * outputs for _, _, inputs, outputs in dit_bench.products(bench))
+    names = [name for name, _ in bench.block.named_parameters() if name.endswith("weight") and "norm" not in name]
+    assert weights == sum(bench.block.get_parameter(name).numel() for name in names)
+
+
+@pytest.mark.parametrize("name, bench", [("modulate", modulate_bench), ("qk_norm_rope", qk_norm_rope_bench)])
+def test_a_kernels_own_benchmark(capsys, name, bench):
+    kernel_main(name, bench.passes, bench.sweep, ["--small", "--sweep"])
+    record = last_line(capsys)
+    assert record["bench"] == name and record["kernels"]
+
+
+@pytest.mark.parametrize("bench", [modulate_bench, qk_norm_rope_bench])
+def test_a_sweep_starts_every_size(device, bench):
+    works = list(bench.sweep(5, 64, torch.bfloat16, device))
+    assert len({work.name for work in works}) == len(works) >= 12
+    for work in works[::5]:
+        work.call()
+
+
+def test_calls_take_turns_and_the_median_counts():
+    order = []
+    assert len(timing.medians([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=2, repeats=3)) == 2
+    assert "".join(order) == "aabb" + 2 * "aaabbb"
+
+
+def test_tables_are_aligned():
+    assert timing.table(("row", "ms"), [("a", 1.5), ("long", None)]) == "row   ms\na     1.500\nlong"
