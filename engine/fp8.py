@@ -1,9 +1,9 @@
 """Products in fp8: e4m3 weights with a scale for every output row, activations quantised token by token, sums in
 float32 or what the tensor cores make of it.
 
-Every matrix of every block but the first and the last goes, those of the text too: on the small model that cost 55 dB
-of the final latents, 50 dB with the first and last block as well (engine/benchmarks.md). Embedders, refiner, modulations
-and the output keep the dtype of the release.
+Every matrix of every block but the first and the last goes, those of the text too: the small model's final latents then
+stay at 55 dB, with the first and last block at 50 (engine/benchmarks.md). Embedders, refiner, modulations and the
+output keep the dtype of the release.
 """
 
 from __future__ import annotations

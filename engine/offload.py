@@ -13,7 +13,7 @@ from torch import Tensor, nn
 SLOTS = 2
 ALIGNED = 256  # bytes; what the allocator gives, and more than any product asks for
 STREAMED = ("attn.", "ff.", "ff_context.")
-"""What of a block streams. Its modulations are needed once a schedule and stay on the host; the text's table is small."""
+"""What of a block streams. Its modulations are needed once a schedule and stay on the host; the rest is small."""
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from engine.errors import RequestError, listed, shown
 
+Offload = Literal["auto", "none", "blocks"]
 Quality = Literal["full", "balanced", "draft"]
 Precision = Literal["auto", "fp32", "bf16"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -47,14 +48,16 @@ class _Checked:
 @dataclass(frozen=True)
 class DenoiseSettings(_Checked):
     """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); quality: "full" computes every
-    step, "balanced" and "draft" skip blocks where the result hardly changes (engine/step_cache.py); preview: small
-    pictures of where the video goes, every few steps; attention: which implementation, "auto" for the fastest that gave
-    the right answer on this device; fused_kernels: the blocks in few passes, "auto" where the kernels run and are
-    proven."""
+    step, "balanced" and "draft" skip blocks where the result hardly changes (engine/step_cache.py); offload: "blocks"
+    keeps the blocks on the host and streams them, "auto" does so where they do not fit (engine/placement.py); preview:
+    small pictures of where the video goes, every few steps; attention: which implementation, "auto" for the fastest
+    that gave the right answer on this device; fused_kernels: the blocks in few passes, "auto" where the kernels run and
+    are proven."""
 
     user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
     quality: Quality = "full"
+    offload: Offload = "auto"
     preview: Switch = "on"
     attention: Attention = "auto"
     fused_kernels: AutoSwitch = "auto"

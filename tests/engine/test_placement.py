@@ -1,0 +1,122 @@
+"""The memory plan, on machines that are not here and the real configuration, which has no weights here either."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RequestError, ResourceError
+from engine.mmdit import MMDiTConfig
+from engine.parts import Description, Part, describe
+from engine.placement import Machine, place, weigh
+from engine.preset import load_preset
+from engine.settings import DenoiseSettings
+
+GIB = 2**30
+MAPPED = 44 * (24576 * 4096 + 24576) * 4
+VAE_CONFIG = {"decoder_base_dim": 256, "base_dim": 160}
+
+
+def part(name, parameters, mapped=0, **config):
+    return Part(name, name, parameters, 0, {}, 1, parameters, mapped, config)
+
+
+@pytest.fixture(scope="module")
+def pan2():
+    """The release by its published numbers: 29.2 B parameters, a text encoder of 7.94 B less two layers, the VAE."""
+    config = vars(MMDiTConfig())
+    transformer = part("transformer", 29_201_996_992 - MAPPED // 4, MAPPED, **config)
+    return Description(Path("pan2"), transformer, part("vae", 704_700_000, **VAE_CONFIG), part("text", 7_510_000_000))
+
+
+def request(frames=121, **settings):
+    return load_preset("pan2").request(prompt="x", frames=frames, denoise=DenoiseSettings(**settings))
+
+
+def gpu(gib, host=256.0, fp8=True):
+    """A card as its vendor counts, less what the driver takes."""
+    return Machine("cuda", int(gib * 0.975 * GIB), int(host * GIB), None if fp8 else "no fp8 products")
+
+
+def test_the_release_weighs_what_is_published(pan2):
+    w = weigh(pan2, "bf16", "cuda")
+    assert (w.blocks + w.rest) / GIB == pytest.approx(46.1, abs=0.1)
+    assert w.mapped / GIB == pytest.approx(16.5, abs=0.1)
+    assert w.block / GIB == pytest.approx(1.0, abs=0.01)
+    assert (w.text / GIB, w.vae / GIB) == pytest.approx((14.0, 2.63), abs=0.05)
+    small = weigh(pan2, "fp8", "cuda")
+    assert (small.blocks + small.rest) / GIB == pytest.approx(25.2, abs=0.3)
+    assert small.block == w.block, "the first block stays in bf16"
+
+
+@pytest.mark.parametrize(
+    ("gib", "host", "fp8", "precision", "stream", "text"),
+    [
+        (141, 256, True, "bf16", False, "resident"),
+        (80, 256, True, "bf16", False, "resident"),
+        (64, 256, False, "bf16", False, "visiting"),
+        (48, 128, True, "bf16", True, "resident"),
+        (48, 40, True, "fp8", False, "visiting"),
+        (24, 128, True, "bf16", True, "visiting"),
+        (24, 64, True, "fp8", True, "visiting"),
+        (16, 128, True, "bf16", True, "host"),
+        (16, 64, True, "fp8", True, "host"),
+    ],
+)
+def test_where_things_go_on_cards_of_different_sizes(pan2, gib, host, fp8, precision, stream, text):
+    found = place(pan2, request(), gpu(gib, host, fp8))
+    assert (found.precision, found.stream, found.text) == (precision, stream, text)
+    assert max(found.stages.values()) <= found.machine.free and found.host <= found.machine.host
+
+
+def test_the_numbers_are_shown(pan2):
+    lines = place(pan2, request(), gpu(24, 128)).lines()
+    assert "with everything on the device" in lines["Placement"] and lines["Placement"].startswith("bf16: as released")
+    assert "44.0 GiB of blocks in host memory, 2 at a time on the device (2.0 GiB)" in lines["Transformer"]
+    assert "16.5 GiB of modulations stay in their file" in lines["Transformer"]
+    assert "14.0 GiB, is on the device while it reads a prompt" in lines["Text encoder"]
+    assert "denoising" in lines["Device at most"] and "23.4 GiB are free" in lines["Device at most"]
+    assert "everything fits on the device at once" in place(pan2, request(), gpu(141)).lines()["Placement"]
+
+
+def test_a_machine_on_which_nothing_fits_hears_the_shortfall(pan2):
+    with pytest.raises(ResourceError) as refused:
+        place(pan2, request(), gpu(8))
+    text = str(refused.value)
+    assert "121 frames of 1248 x 704 do not fit on this machine" in text
+    assert "7.8 GiB are free" in text and "are missing" in text and "for denoising" in text
+    with pytest.raises(ResourceError, match=r"of host memory are needed, 16.0 GiB are free"):
+        place(pan2, request(), gpu(24, 16))
+
+
+def test_longer_videos_need_more(pan2):
+    short, long = (place(pan2, request(frames), gpu(141)) for frames in (121, 481))
+    assert long.stages["denoising"] - short.stages["denoising"] > 10 * GIB
+    assert place(pan2, request(quality="draft"), gpu(141)).stages["denoising"] > short.stages["denoising"]
+
+
+def test_what_is_asked_for_is_kept_to(pan2):
+    assert place(pan2, request(offload="blocks"), gpu(141)).stream
+    assert place(pan2, request(precision="fp8"), gpu(141)).precision == "fp8"
+    with pytest.raises(ResourceError, match="are missing"):
+        place(pan2, request(offload="none", precision="bf16"), gpu(48))
+    with pytest.raises(RequestError, match="precision = 'fp8': no fp8 products. Choose auto, bf16 or fp32"):
+        place(pan2, request(precision="fp8"), gpu(141, fp8=False))
+
+
+def test_the_small_model_is_resident_on_a_cpu():
+    preset = load_preset("tiny")
+    info = describe(preset.checkpoint)
+    found = place(info, preset.request(prompt="x"), Machine("cpu", 4 * GIB, 4 * GIB, "no GPU"))
+    assert (found.precision, found.stream, found.text) == ("fp32", False, "resident")
+    assert info.transformer.resident * 4 == found.weights.rest + sum_of_blocks(info)
+    with pytest.raises(ResourceError, match=r"49 frames of 448 x 256 .* cpu memory .* Close other programs"):
+        place(info, preset.request(prompt="x"), Machine("cpu", 100 * 2**20, 100 * 2**20, "no GPU"))
+
+
+def sum_of_blocks(info):
+    """Of all streamed tensors, without the padding between them."""
+    config = info.transformer.config
+    dim = config["num_attention_heads"] * config["attention_head_dim"]
+    inner, context = (int(dim * config[name]) for name in ("mlp_ratio", "context_mlp_ratio"))
+    linear = 8 * (dim * dim + dim) + sum(2 * dim * width + width + dim for width in (inner, context))
+    return 4 * config["num_layers"] * (linear + 4 * config["attention_head_dim"])
