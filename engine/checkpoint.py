@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from engine.errors import CheckpointError, EngineError
+from engine.fp8 import E4M3, convert
 from engine.hub import resolve, verify
 from engine.memory import advice, memory_in_words, require_memory
 from engine.mmdit import PAN2Transformer3DModel
@@ -26,10 +27,10 @@ from engine.parts import (
     describe,
     plain_plan,
     read_config,
-    require_room,
     text_entries,
     transformer_plan,
 )
+from engine.offload import BlockStream
 from engine.prompt import TextEncoder, check_template, trim
 from engine.weights import Entry, Plan, Progress, check_tensors, fill, list_tensors, placement, refuse_meta
 
@@ -45,7 +46,6 @@ __all__ = [
     "load_text_encoder",
     "load_transformer",
     "load_vae",
-    "require_room",
     "resolve",
     "verify",
 ]
@@ -54,11 +54,17 @@ SAMPLED_ROWS = 4096
 
 
 def load_transformer(
-    folder: Path | str, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+    folder: Path | str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    fp8: bool = False,
+    stream: bool = False,
 ) -> PAN2Transformer3DModel:
     """The transformer of a checkpoint folder, in `dtype` on `device`, for inference.
 
-    Its `norm1.linear` layers stay float32 on the host, memory-mapped. Raises CheckpointError for files that are
+    Its `norm1.linear` layers stay float32 on the host, memory-mapped. fp8: most matrices become e4m3 as they come from
+    the file, one after the other; stream: the blocks live on the host and visit the device. Raises CheckpointError for files that are
     missing, damaged or do not fit, ResourceError if the device is too small.
     """
     folder, device = Path(folder), torch.device(device)
@@ -66,8 +72,13 @@ def load_transformer(
     configs = {part: read_config(folder, part) for part in dict.fromkeys(("transformer", *parts))}
     check_agreement(configs)
     model = _build(folder / "transformer", lambda: PAN2Transformer3DModel(**configs["transformer"]))
+    if fp8:
+        convert(model, through=device)
     stored = list_tensors(folder / "transformer")
-    return _load(model, folder / "transformer", stored, transformer_plan(device, dtype), progress)
+    _load(model, folder / "transformer", stored, transformer_plan(device, dtype, stream), progress)
+    if stream:
+        BlockStream(model.transformer_blocks, device)
+    return model
 
 
 def load_vae(
@@ -137,12 +148,13 @@ def _load(
 ) -> nn.Module:
     """Check that the stored tensors are the model's and that they fit into memory, then fill the model with them."""
     check_tensors(where, {name: tuple(value.shape) for name, value in model.state_dict().items()}, entries)
-    needed = sum(
-        entry.numel * placement(plan, name).dtype.itemsize
-        for name, entry in entries.items()
-        if not placement(plan, name).mapped
-    )
     device = plan[-1][1].device
+    parameters = dict(model.named_parameters())
+    needed = sum(
+        entry.numel * (1 if parameters[name].dtype == E4M3 else placement(plan, name).dtype.itemsize)
+        for name, entry in entries.items()
+        if not placement(plan, name).mapped and placement(plan, name).device == device
+    )
     what = f"The {where.name.replace('_', ' ')} of {where.parent}"
     require_memory(what, needed, device, advice(device))
     with memory_in_words(what, needed, device, advice(device)):

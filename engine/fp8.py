@@ -23,10 +23,14 @@ MULTIPLE = 16  # of both sides of a matrix; what the tensor cores take
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer whose weight [out, in] is e4m3 with float32 scales [out, 1]; the bias keeps its dtype."""
+    """A linear layer whose weight [out, in] is e4m3 with float32 scales [out, 1]; the bias keeps its dtype.
 
-    def __init__(self, layer: nn.Linear) -> None:
+    through: a device that quantises weights which live on another, None: where they are.
+    """
+
+    def __init__(self, layer: nn.Linear, through: torch.device | None = None) -> None:
         super().__init__()
+        self.through = through
         self.in_features, self.out_features = layer.in_features, layer.out_features
         empty = torch.empty_like(layer.weight, dtype=E4M3)
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -37,8 +41,9 @@ class Fp8Linear(nn.Module):
 
     def take(self, weight: Tensor) -> None:
         """Quantise a weight of the release and keep it, on the device where it is."""
-        values, self.scale = quantise_rows(weight.detach())
-        self.weight = nn.Parameter(values, requires_grad=False)
+        values, scale = quantise_rows(weight.detach().to(self.through or weight.device))
+        self.scale = scale.to(weight.device)
+        self.weight = nn.Parameter(values.to(weight.device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -70,8 +75,8 @@ def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
                     yield f"transformer_blocks.{i}.{name}", layer
 
 
-def convert(model: nn.Module) -> nn.Module:
-    """Put fp8 layers in place of those that `quantised` names; works on meta, before weights are loaded.
+def convert(model: nn.Module, through: torch.device | None = None) -> nn.Module:
+    """Put fp8 layers in place of those that `quantised` names; works on meta, before weights are loaded. Returns it.
 
     Raises RequestError for matrices whose sides are no multiples of 16.
     """
@@ -80,7 +85,7 @@ def convert(model: nn.Module) -> nn.Module:
             sides = f"{layer.out_features} x {layer.in_features}"
             raise RequestError(f"precision = 'fp8' needs matrices with sides of 16n; {name} is {sides}. Choose bf16.")
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, Fp8Linear(layer))
+        setattr(model.get_submodule(parent), leaf, Fp8Linear(layer, through))
     return model
 
 

@@ -14,8 +14,8 @@ import torch
 
 from engine import shapes
 from engine.errors import CheckpointError
-from engine.memory import advice, require_memory
 from engine.mmdit import MMDiTConfig
+from engine.offload import STREAMED
 from engine.prompt import dead_prefixes
 from engine.schedule import check_config
 from engine.weights import Entry, Placement, Plan, list_tensors, placement, read_json, some
@@ -108,15 +108,6 @@ def _part(folder: Path, name: str, config: dict[str, Any], plan: Plan) -> Part:
         mapped=sum(e.nbytes for e in mapped.values()),
         config=config,
     )
-
-
-def require_room(info: Description, device: torch.device | str, dtypes: dict[str, torch.dtype]) -> int:
-    """Bytes that parts (name to dtype) take together on a device. Raises ResourceError if they are not free."""
-    device = torch.device(device)
-    sizes = {part.name: part.device_bytes(dtypes[part.name]) for part in info.parts if part.name in dtypes}
-    needed = sum(sizes.values())
-    require_memory(f"Loading {', '.join(sizes)}", needed, device, advice(device))
-    return needed
 
 
 def read_config(folder: Path, part: str) -> dict[str, Any]:
@@ -260,7 +251,10 @@ def plain_plan(device: torch.device, dtype: torch.dtype) -> Plan:
     return (("*", Placement(dtype, device)),)
 
 
-def transformer_plan(device: torch.device, dtype: torch.dtype) -> Plan:
+def transformer_plan(device: torch.device, dtype: torch.dtype, stream: bool = False) -> Plan:
+    """stream: the blocks stay on the host, from where `engine.offload` brings them."""
     # A quarter of the model's bytes for vectors that a schedule needs once: float32 in its file is where it stays.
     host = Placement(torch.float32, torch.device("cpu"), mapped=True)
-    return ((HOST_PATTERN, host), *plain_plan(device, dtype))
+    blocks = Placement(dtype, torch.device("cpu"))
+    streamed = tuple((f"transformer_blocks.*.{start}*", blocks) for start in STREAMED) if stream else ()
+    return ((HOST_PATTERN, host), *streamed, *plain_plan(device, dtype))

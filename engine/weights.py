@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from engine.errors import CheckpointError
+from engine.fp8 import Fp8Linear
 
 Progress = Callable[[str, int, int], None]
 """Called with what is going on, bytes done and bytes in all. May raise `Cancelled`, which ends the work."""
@@ -298,7 +299,9 @@ def assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a tensor in place of a parameter or buffer of a module, or into the memory that a parameter has already."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    if leaf in owner._parameters and not owner._parameters[leaf].is_meta:
+    if isinstance(owner, Fp8Linear) and leaf == "weight":
+        owner.take(tensor)
+    elif leaf in owner._parameters and not owner._parameters[leaf].is_meta:
         owner._parameters[leaf].data.copy_(tensor)
     elif leaf in owner._parameters:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
