@@ -20,6 +20,7 @@ from engine.fp8 import E4M3, convert
 from engine.hub import resolve, verify
 from engine.memory import advice, memory_in_words, require_memory
 from engine.mmdit import PAN2Transformer3DModel
+from engine.offload import BlockStream
 from engine.parts import (
     Description,
     Part,
@@ -30,7 +31,6 @@ from engine.parts import (
     text_entries,
     transformer_plan,
 )
-from engine.offload import BlockStream
 from engine.prompt import TextEncoder, check_template, trim
 from engine.weights import Entry, Plan, Progress, check_tensors, fill, list_tensors, placement, refuse_meta
 
@@ -64,8 +64,8 @@ def load_transformer(
     """The transformer of a checkpoint folder, in `dtype` on `device`, for inference.
 
     Its `norm1.linear` layers stay float32 on the host, memory-mapped. fp8: most matrices become e4m3 as they come from
-    the file, one after the other; stream: the blocks live on the host and visit the device. Raises CheckpointError for files that are
-    missing, damaged or do not fit, ResourceError if the device is too small.
+    the file, one after the other; stream: the blocks live on the host and visit the device. Raises CheckpointError for
+    files that are missing, damaged or do not fit, ResourceError if the device is too small.
     """
     folder, device = Path(folder), torch.device(device)
     parts = [part for part in ("transformer", "vae", "text_encoder") if (folder / part).is_dir()]

@@ -66,6 +66,7 @@ class Engine:
     def __init__(self, preset: Preset, device: str = "auto") -> None:
         self.preset = preset
         self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
+        self.executor.typical = preset.request()
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
         self._rates: cost.Rates | None = None
         self._preview_map: LinearMap | None = None

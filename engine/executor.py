@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 import engine.checkpoint as files
+from engine import fp8
 from engine.attention import SMALL_TOKENS, TRUE_TOKENS, Shape, choose_attention
 from engine.condition import encode_image, prepare_image
 from engine.decode import FrameChunk, decode, explain, float_frames
@@ -19,6 +21,8 @@ from engine.denoise import Step, denoise
 from engine.errors import RequestError
 from engine.fused import choose_fused
 from engine.latents import folder_hash
+from engine.offload import visit
+from engine.placement import Machine, Placement, place
 from engine.preview import LinearMap, map_for
 from engine.prompt import TextEmbedding
 from engine.request import Request
@@ -26,7 +30,7 @@ from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
 from kernels.choose import Choice
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 Report = Callable[[str, int, int], None]
 
 
@@ -64,7 +68,9 @@ class LocalExecutor:
         self.checkpoint = checkpoint
         self.device = device
         self.folder: Path | None = None
-        self._precision: str | None = None
+        # The size that the memory plan is for; larger requests may still fit.
+        self.typical = Request("", "", height=64, width=64, frames=1, steps=1, shift=1.0, guidance=1.0, seed=0)
+        self.placement: Placement | None = None
         self._switches: tuple[str, str] | None = None
         self.paths: tuple[Choice, ...] = ()
         self._lock = threading.Lock()
@@ -74,14 +80,17 @@ class LocalExecutor:
         with self._lock:
             if self.holds(settings):
                 return
-            precision = choose_precision(settings, self.device)
             if self.folder is None:
-                self._load_folder(DTYPES[precision], report)
-            if self._precision != precision:
-                self.transformer = None
-                self._precision = None
-                self.transformer = files.load_transformer(self.folder, self.device, DTYPES[precision], report)
-                self._precision = precision
+                self._load_folder(settings, report)
+            wanted = self.plan(settings)
+            if self.placement is None or self.placement.text != wanted.text:
+                self.text.model.to(self._text_device(wanted))
+            if self.placement is None or not self.placement.same_transformer(wanted):
+                self.transformer = self.placement = None
+                self.transformer = files.load_transformer(
+                    self.folder, self.device, DTYPES[wanted.precision], report, wanted.precision == "fp8", wanted.stream
+                )
+            self.placement = wanted
             self._switch(settings)
 
     def _switch(self, settings: DenoiseSettings) -> None:
@@ -91,38 +100,57 @@ class LocalExecutor:
         self.transformer.set_fused_kernels(fused.path == "on")
         self._switches = (settings.attention, settings.fused_kernels)
 
-    def _load_folder(self, transformer_dtype: torch.dtype, report: Report) -> None:
+    def _load_folder(self, settings: DenoiseSettings, report: Report) -> None:
         folder = files.resolve(self.checkpoint, report)
-        text_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        dtypes = {"transformer": transformer_dtype, "text_encoder": text_dtype, "vae": torch.float32}
         self.info = files.describe(folder)
-        files.require_room(self.info, self.device, dtypes)
+        self._machine, self._plans = Machine.here(self.device), {}
+        text_device = self._text_device(self.plan(settings))
         self.scheduler = files.load_scheduler(folder)
-        self.text = files.load_text_encoder(folder, self.device, text_dtype, report)
+        text_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.text = files.load_text_encoder(folder, text_device, text_dtype, report)
         self.vae = files.load_vae(folder, self.device, torch.float32, report)
         self.vae_hash = folder_hash(folder / "vae")
         self.folder = folder
 
+    def _text_device(self, placement: Placement) -> torch.device:
+        return self.device if placement.text == "resident" else torch.device("cpu")
+
+    def plan(self, settings: DenoiseSettings) -> Placement:
+        """Where these settings put everything, by what was free before anything was loaded. Needs `info`.
+
+        Raises RequestError and ResourceError as `engine.placement.place` does.
+        """
+        if settings not in self._plans:
+            request = dataclasses.replace(self.typical, denoise=settings)
+            self._plans[settings] = place(self.info, request, self._machine)
+        return self._plans[settings]
+
     def holds(self, settings: DenoiseSettings) -> bool:
         """Whether a request with these settings could start at once."""
-        switches = (settings.attention, settings.fused_kernels)
-        return self._precision == choose_precision(settings, self.device) and self._switches == switches
+        if self.placement is None or self._switches != (settings.attention, settings.fused_kernels):
+            return False
+        return self.placement.same_transformer(wanted := self.plan(settings)) and self.placement.text == wanted.text
 
     def denoise_paths(self, settings: DenoiseSettings) -> tuple[Choice, Choice]:
         """Attention and fused kernels for these settings. Before the model is loaded nothing is tried out on the
         device. Raises RequestError for what can't run here."""
         shape = None
-        if self._precision == choose_precision(settings, self.device):
+        if settings.precision == "fp8" and (absent := fp8.lack(self.device)):
+            raise RequestError(f"precision = 'fp8': {absent}. Choose auto, bf16 or fp32.")
+        if self.placement is not None and self.placement.same_transformer(self.plan(settings)):
             config, tokens = self.transformer.config, TRUE_TOKENS if self.device.type == "cuda" else SMALL_TOKENS
-            shape = Shape(DTYPES[self._precision], config.num_attention_heads, config.attention_head_dim, tokens)
+            dtype = DTYPES[self.placement.precision]
+            shape = Shape(dtype, config.num_attention_heads, config.attention_head_dim, tokens)
         attention = choose_attention(settings.attention, self.device, shape)
         return attention, choose_fused(settings.fused_kernels, self.device)
 
     def explain_denoise(self, settings: DenoiseSettings) -> dict[str, str]:
-        """Precision, attention and fused kernels, for people to read."""
+        """Precision, attention, fused kernels and where everything is, for people to read."""
         attention, fused = self.denoise_paths(settings)
+        placed = self.placement.lines() if self.placement else {}
         return {
-            "Denoising": choose_precision(settings, self.device),
+            "Denoising": self.precision or choose_precision(settings, self.device),
+            **placed,
             "Attention": f"{attention.path}: {attention.reason}",
             "Fused kernels": f"{fused.path}: {fused.reason}",
         }
@@ -130,11 +158,14 @@ class LocalExecutor:
     @property
     def precision(self) -> str | None:
         """Of the transformer, None before it is loaded."""
-        return self._precision
+        return self.placement.precision if self.placement else None
 
     def encode_prompt(self, prompt: str) -> TextEmbedding:
         """[1, L, D], see `engine.prompt`."""
-        return self.text.encode(prompt)
+        if self.placement.text != "visiting":
+            return self.text.encode(prompt)
+        with visit(self.text.model, self.device):
+            return self.text.encode(prompt)
 
     def encode_image(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
         """Normalised latents of a first frame, fp32 [1, 48, 1, h, w]."""
@@ -197,6 +228,6 @@ class LocalExecutor:
     def close(self) -> None:
         """Let go of every weight."""
         with self._lock:
-            self.transformer = self.text = self.vae = self.folder = self._precision = self._switches = None
+            self.transformer = self.text = self.vae = self.folder = self.placement = self._switches = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

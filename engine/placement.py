@@ -103,21 +103,24 @@ class Placement:
     def lack_host(self) -> int:
         return self.host - self.machine.host if self.machine.host is not None else 0
 
+    def same_transformer(self, other: Placement) -> bool:
+        """Whether both have the transformer's weights in the same form and place."""
+        return (self.precision, self.stream) == (other.precision, other.stream)
+
     def lines(self) -> dict[str, str]:
         """The plan with its numbers, for people to read."""
-        w, on_host = self.weights, f"{in_words(self.weights.mapped)} of modulations stay in their file"
-        blocks = f"{in_words(w.blocks)} of blocks " + (
-            f"in host memory, {SLOTS} at a time on the device ({in_words(SLOTS * w.block)})" if self.stream else "there"
-        )
+        w, stages = self.weights, ", ".join(f"{name} {in_words(size)}" for name, size in self.stages.items())
+        blocks = f"{in_words(w.blocks)} of blocks"
+        if self.stream:
+            blocks += f" in host memory, {SLOTS} at a time on the device ({in_words(SLOTS * w.block)})"
         free, host = (in_words(n) if n is not None else "unknown" for n in (self.machine.free, self.machine.host))
-        stages = ", ".join(f"{name} {in_words(size)}" for name, size in self.stages.items())
         return {
             "Placement": f"{self.precision}: {self.reason}",
-            "Transformer": f"{in_words(w.rest)} on the device and {blocks}; {on_host}",
-            "Text encoder": f"{in_words(w.text)}, {ABOUT_TEXT[self.text]}",
-            "Decoder": f"{in_words(w.vae)}",
-            "Device at most": f"{stages}; {free} are free",
-            "Host at least": f"{in_words(self.host)}; {host} are free",
+            "Transformer's weights": f"{blocks}, {in_words(w.rest)} beside; {in_words(w.mapped)} stay in their file",
+            "Text encoder's weights": f"{in_words(w.text)}; it {ABOUT_TEXT[self.text]}",
+            "Decoder's weights": in_words(w.vae),
+            "Memory planned": f"of the device {stages} ({free} were free)"
+            + (f"; of the host {in_words(self.host)} ({host} were free)" if self.machine.device != "cpu" else ""),
         }
 
 
@@ -154,9 +157,9 @@ def _precisions(settings: DenoiseSettings, machine: Machine) -> Iterator[tuple[s
 
 
 def _candidates(settings: DenoiseSettings, machine: Machine) -> list[tuple[bool, TextPlace]]:
-    if machine.device == "cpu":
-        return [(False, "resident")]
     wanted = {"auto": (False, True), "none": (False,), "blocks": (True,)}[settings.offload]
+    if machine.device == "cpu":  # a stream from memory to memory saves nothing, but who asks for it gets it
+        return [(settings.offload == "blocks", "resident")]
     return [(stream, text) for stream, text in CANDIDATES if stream in wanted]
 
 
@@ -202,6 +205,7 @@ def _needed(
     kept = weights.rest + (SLOTS * weights.block if stream else weights.blocks) + weights.vae
     kept += weights.text if text == "resident" else 0
     kept += DEVICE_RESERVE if machine.device == "cuda" else 0
+    kept += weights.blocks if stream and machine.device == "cpu" else 0
     stages = {stage: kept + size for stage, size in working.items()}
     stages["prompt"] += weights.text if text == "visiting" else 0
     host = (weights.blocks if stream else 0) + (weights.text if text != "resident" else 0)
@@ -231,7 +235,8 @@ def _shortfall(refused: list[Placement], request: Request, machine: Machine) -> 
     how = f"{near.precision}{', blocks streamed' if near.stream else ''}, text encoder {near.text}"
     return (
         f"{size} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is needed for "
-        f"{stage}). {TOO_LARGE.get(machine.device, 'Use a device with more memory.')}"
+        f"{stage}). {TOO_LARGE.get(machine.device, 'Use a device with more memory.')} A preset of a smaller size or "
+        "fewer frames needs less."
     )
 
 

@@ -10,7 +10,7 @@ from engine.errors import RequestError, listed, shown
 
 Offload = Literal["auto", "none", "blocks"]
 Quality = Literal["full", "balanced", "draft"]
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "fp8"]
 DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
 AutoSwitch = Literal["auto", "on", "off"]
@@ -47,7 +47,8 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DenoiseSettings(_Checked):
-    """precision: "bf16" as released, "fp32", or "auto" (fp32 on a CPU, bf16 on a GPU); quality: "full" computes every
+    """precision: "bf16" as released, "fp32", "fp8" products (engine/fp8.py), or "auto" (fp32 on a CPU, bf16 on a GPU,
+    fp8 on one that is too small for more); quality: "full" computes every
     step, "balanced" and "draft" skip blocks where the result hardly changes (engine/step_cache.py); offload: "blocks"
     keeps the blocks on the host and streams them, "auto" does so where they do not fit (engine/placement.py); preview:
     small pictures of where the video goes, every few steps; attention: which implementation, "auto" for the fastest

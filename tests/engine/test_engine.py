@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from engine import checkpoint, placement
 from engine import record as engine_record
 from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, ResourceError
@@ -290,3 +291,40 @@ def test_the_step_cache_is_in_the_figures_and_full_has_none(engine, tmp_path, mo
         "psnr": None,
     }
     assert engine.estimate(engine.preset.request(denoise=DenoiseSettings(quality="draft"))).denoise > 0
+
+
+def test_streamed_blocks_make_the_same_video_and_the_plan_is_shown(engine, tmp_path):
+    _, expected = generate(engine, tmp_path / "resident")
+    assert "fp32: a CPU is faster" in engine.about()["Placement"]
+    _, streamed = generate(engine, tmp_path / "streamed", denoise=DenoiseSettings(offload="blocks"))
+    assert streamed == expected
+    assert "in host memory, 2 at a time" in engine.about()["Transformer's weights"]
+    _, again = generate(engine, tmp_path / "again")
+    assert again == expected
+    assert "in host memory" not in engine.about()["Transformer's weights"]
+
+
+def test_fp8_is_refused_on_a_cpu_before_any_work(engine, tmp_path):
+    with pytest.raises(RequestError, match=r"precision = 'fp8': fp8 products need an NVIDIA GPU.* Choose auto, bf16"):
+        generate(engine, tmp_path / "job", denoise=DenoiseSettings(precision="fp8"))
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_visiting_text_encoder_gives_the_same_embedding(engine):
+    engine.load()
+    executor = engine.executor
+    expected = executor.encode_prompt("a red circle").embedding
+    executor.placement = dataclasses.replace(executor.placement, text="visiting")
+    assert torch.equal(executor.encode_prompt("a red circle").embedding, expected)
+    assert not executor.holds(engine.preset.denoise)
+    engine.load()
+    assert executor.placement.text == "resident"
+
+
+def test_too_little_memory_is_said_before_anything_is_loaded(toy_preset, tmp_path, monkeypatch):
+    engine = Engine(toy_preset, "cpu")
+    monkeypatch.setattr(placement, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(checkpoint, "fill", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ResourceError, match=r"9 frames of 96 x 64 do not fit .* of cpu memory are needed, 1.0 MiB"):
+        generate(engine, tmp_path)
+    assert engine.readiness().state == "failed"
