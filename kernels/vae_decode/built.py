@@ -7,6 +7,7 @@ refused here, before a launch. No GPU has run these kernels yet.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_void_p
@@ -21,7 +22,7 @@ from kernels.build.arch import Target
 from kernels.checks import HALF, check_dtype
 from kernels.vae_decode.geometry import check_direct, check_phases, check_stencil, require
 from kernels.vae_decode.recipe import ELEMENTS, RECIPE
-from kernels.vae_decode.tiles import choose_tile
+from kernels.vae_decode.tiles import Row, choose_tile
 
 NAMES = dict(zip((torch.float16, torch.bfloat16), ELEMENTS, strict=True))
 GROUP = 8  # channels and filters come in groups of 16 bytes: the copy engine moves nothing smaller
@@ -124,7 +125,9 @@ class Built:
     name, fuses = "built", True
 
     def __init__(self, library: Library, target: Target, device: torch.device, multiprocessors: int) -> None:
+        """row: the table's answer for a layer's width, channels and filters; the bench and tests put theirs in."""
         self.library, self.target, self.device, self.multiprocessors = library, target, device, multiprocessors
+        self.row: Callable[[int, int, int], Row] = functools.partial(choose_tile, target.family)
 
     @classmethod
     def on(cls, device: torch.device, say: Callable[[str], None] = store.log.warning) -> Built:
@@ -132,9 +135,10 @@ class Built:
         device has none (see `lack`)."""
         missing = lack(device)
         require(missing is None, f"{device}: {missing}")
-        facts = torch.cuda.get_device_properties(device)
+        here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        facts = torch.cuda.get_device_properties(here)
         target = arch.of_capability((facts.major, facts.minor))
-        return cls(Library(store.ensure(RECIPE, target, say)), target, device, facts.multi_processor_count)
+        return cls(Library(store.ensure(RECIPE, target, say)), target, here, facts.multi_processor_count)
 
     def direct(
         self,
@@ -206,7 +210,7 @@ class Built:
         return call
 
     def _run(self, call: Convolution, dtype: torch.dtype) -> None:
-        row = choose_tile(self.target.family, call.width, call.channels, call.filters)
+        row = self.row(call.width, call.channels, call.filters)
         call.taps_first = int(row.taps_first)
         tile = self.library.tiles[f"{row.tile}_{NAMES[dtype]}"]
         with self._current():

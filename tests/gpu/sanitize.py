@@ -12,7 +12,7 @@ def main() -> None:
     kernels = built.Built.on(device, say=print)
     for tile in TILES[kernels.target.family]:
         for dtype in built.NAMES:
-            built.choose_tile = lambda *layer, tile=tile: Row(0, 0, tile, taps_first=True)
+            kernels.row = lambda *layer, tile=tile: Row(0, 0, tile, taps_first=True)
             convolutions(kernels, dtype)
             torch.cuda.synchronize()
             print(tile, dtype, flush=True)

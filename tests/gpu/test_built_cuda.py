@@ -44,7 +44,7 @@ def tile(request, kernels, monkeypatch):
     name, taps_first = request.param
     if name not in TILES[kernels.target.family]:
         pytest.skip(f"{name} is a tile of another architecture")
-    monkeypatch.setattr(built, "choose_tile", lambda *layer: Row(0, 0, name, bool(taps_first)))
+    monkeypatch.setattr(kernels, "row", lambda *layer: Row(0, 0, name, bool(taps_first)))
     return name
 
 

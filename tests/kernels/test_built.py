@@ -1,6 +1,7 @@
 """The compiled convolutions' Python side on a CPU: what is refused, and that the right memory reaches the kernels."""
 
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.build import arch, preflight
-from kernels.vae_decode import built, reference
+from kernels.vae_decode import built, reference, tile_bench
 from kernels.vae_decode.built import Built, Convolution, KernelError, Library, Stencil
 from kernels.vae_decode.recipe import ELEMENTS, RECIPE, TILES
 from kernels.vae_decode.tiles import NARROWING, TABLE, choose_tile
@@ -146,6 +147,29 @@ def test_the_tile_does_not_depend_on_the_plan():
     for frames, rows in ((3, 5), (9, 5), (3, 41)):
         device.direct(numbers(frames, rows, 7, 16), weight, None, None, poisoned(frames - 2, rows, 7, 8))
     assert len({(name, call.taps_first) for name, call in device.library.calls}) == 1
+
+
+def test_the_bench_tries_every_tile_and_marks_the_fastest_and_the_tables(monkeypatch, capsys):
+    monkeypatch.setattr(tile_bench, "LAYERS", (tile_bench.Layer(16, 8, 4, 5, 7),))
+    device = on_cpu()
+
+    def fake_time(run):
+        device.library.calls.clear()
+        run()
+        ((name, call),) = device.library.calls
+        return 1.0 if name.startswith("cooperative_256x128") and call.taps_first else 2.0
+
+    assert tile_bench.main(device, fake_time) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["way"] for row in rows] == ["direct", "phases"] and all(len(row["tflops"]) == 8 for row in rows)
+    marks = [line.split()[0::2] for line in lines if line.lstrip().startswith(("*", "<"))]
+    assert marks == [["*", "cooperative_256x128_1x2", "first"], ["<", "pingpong_128x128_2x1"]] * 2
+
+
+def test_the_bench_says_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tile_bench.main() == 1 and "need an NVIDIA GPU" in capsys.readouterr().err
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
