@@ -29,6 +29,7 @@ from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
 from engine.web.compare_tab import CompareTab
+from engine.web.decode_api import add_decode_api
 from engine.web.files import visitor
 from engine.web.gate import Gate
 from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
@@ -66,6 +67,7 @@ class Page:
                 self._system_tab()
             world.come_from(self.generate.onward, self.generate.job, tabs)
             add_api(engine.preset, jobs)
+            add_decode_api(engine, jobs)
             add_compare_api(engine, jobs)
 
     def _system_tab(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.errors import EngineError, RequestError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 MAX_PIXELS = 80_000_000
+MAX_BYTES = 128 * 2**20
 _ADVICE = "Give a still picture as PNG, JPEG or WebP."
 
 
@@ -27,6 +29,8 @@ def open_image(source: str | Path | BinaryIO | Image.Image) -> Image.Image:
     if isinstance(source, Image.Image):
         return _read(lambda: nullcontext(source), "The picture")
     Image.init()
+    if isinstance(source, (str, Path)) and os.path.isfile(source) and os.path.getsize(source) > MAX_BYTES:
+        raise RequestError(f"The picture {source} has more than {MAX_BYTES // 2**20} MiB. {_ADVICE}")
     # Named, because Pillow would also try kinds that run other programs (EPS); AVIF is not in every Pillow.
     formats = [kind for kind in FORMATS if kind in Image.OPEN]
     name = f"The picture {source}" if isinstance(source, (str, Path)) else "The picture"

@@ -281,7 +281,9 @@ class Jobs:
             log.info("removing the job %s (%s): %s", job, in_words(sizes[job]), reason)
             self._forget(job)
         try:
-            sweep(self.outputs, [state for state in states if state.id in self._states])
+            # Not while a folder is being furnished, which is no job yet.
+            with self._door:
+                sweep(self.outputs, list(self._states.values()))
         except OSError as error:
             log.warning("the outputs folder could not be tidied: %s", error)
 

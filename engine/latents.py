@@ -17,6 +17,8 @@ from engine.errors import RequestError, ResourceError
 from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, video_frames
 
 KEY = "latents"
+# The header of a file of ours has a few thousand bytes; one of millions only keeps whoever parses it busy.
+MAX_HEADER = 2**20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -92,6 +94,7 @@ def load_latents(path: Path) -> SavedLatents:
     has a wrong shape or dtype, or values that are not finite in fp32."""
     if not Path(path).is_file():
         raise RequestError(f"The latents file {path} does not exist.")
+    _check_header(path)
     try:
         with safe_open(path, framework="pt") as file:
             if KEY not in file.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -99,10 +102,8 @@ def load_latents(path: Path) -> SavedLatents:
                     f"{path} has no tensor named {KEY!r}; it has {', '.join(sorted(file.keys())) or 'none'}."
                 )
             tensor, metadata = file.get_tensor(KEY), file.metadata() or {}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise RequestError(f"{path} is not a whole safetensors file ({error}).") from error
-    except OSError as error:
-        raise RequestError(f"{path} can't be read ({error}). Check its permissions, or give another file.") from error
     return SavedLatents(_checked(tensor, path), metadata)
 
 
@@ -114,6 +115,20 @@ def saved_shape(path: Path) -> tuple[int, int, int]:
     except (SafetensorError, OSError, ValueError) as error:
         raise RequestError(f"{path} is no file of latents ({error}).") from error
     return video_frames(frames), rows * SPATIAL_FACTOR, columns * SPATIAL_FACTOR
+
+
+def _check_header(path: Path) -> None:
+    """Refuse by its first eight bytes what only claims to be safetensors, before anything is parsed."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise RequestError(f"{path} can't be read ({error}). Check its permissions, or give another file.") from error
+    if length > MAX_HEADER:
+        raise RequestError(
+            f"{path} is not a whole safetensors file of latents: it announces a header of {length} bytes, at most "
+            f"{MAX_HEADER} are read."
+        )
 
 
 def _checked(tensor: torch.Tensor, path: Path) -> torch.Tensor:

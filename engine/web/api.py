@@ -106,15 +106,17 @@ def _inputs() -> list[gr.components.Component]:
 
 
 def run(preset: Preset, jobs: Jobs, values: dict[str, Any]) -> Iterator[Answer]:
-    """Submit, follow and answer. A caller that goes away stops the job: nobody else knows its id.
-
-    Raises gr.Error with the engine's words.
-    """
+    """Submit, follow and answer. Raises gr.Error with the engine's words."""
     try:
         # What this machine does not have or can't read is refused before it waits.
         job = jobs.submit(checked(jobs.engine, build_request(preset, **values)))
     except EngineError as error:
         raise gr.Error(str(error), print_exception=False) from error
+    yield from follow(jobs, job)
+
+
+def follow(jobs: Jobs, job: str) -> Iterator[Answer]:
+    """How far a job is, then its answer. A caller that goes away stops it: nobody else knows its id."""
     try:
         for state in jobs.follow(job, FOLLOW_SECONDS):
             if not state.over:

@@ -459,7 +459,11 @@ def test_videos_come_in_ranges_and_under_a_readable_name(served, done):
 
 
 def test_the_api_has_its_names_and_gives_an_mp4_and_its_figures(served, client, tmp_path):
-    assert list(client.view_api(return_format="dict", print_info=False)["named_endpoints"]) == ["/generate", "/compare"]
+    assert list(client.view_api(return_format="dict", print_info=False)["named_endpoints"]) == [
+        "/generate",
+        "/decode",
+        "/compare",
+    ]
     Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
     path, stats = client.predict(
         prompt="a red circle", image=handle_file(tmp_path / "a.png"), seconds=0.3, height=64, width=96, steps=1, seed=5,

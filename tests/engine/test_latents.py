@@ -48,6 +48,16 @@ def test_wrong_tensors_are_refused(tmp_path, tensors, message):
         load_latents(tmp_path / "bad.safetensors")
 
 
+@pytest.mark.parametrize("length", [2**20 + 1, 100_000_000, 2**63, 2**64 - 1])
+def test_a_header_that_claims_to_be_huge_is_refused_unread(tmp_path, length):
+    path = tmp_path / "bomb.safetensors"
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b"{")
+        file.truncate(min(length, 2**30) + 8)
+    with pytest.raises(RequestError, match="at most 1048576 are read"):
+        load_latents(path)
+
+
 def test_files_that_are_no_safetensors_are_refused(tmp_path):
     path = tmp_path / "latents.safetensors"
     with pytest.raises(RequestError, match="does not exist"):

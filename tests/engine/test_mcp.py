@@ -56,7 +56,7 @@ def call(served, name, arguments, **headers):
 
 def test_the_tools_are_the_public_endpoints_and_every_argument_is_explained(served):
     tools = {tool.name: tool for tool in ask(served, lambda session: session.list_tools()).tools}
-    assert set(tools) == {"generate", "compare"}
+    assert set(tools) == {"generate", "decode", "compare"}
     for tool in tools.values():
         assert len(tool.description) > 60
         unexplained = [name for name, schema in tool.inputSchema["properties"].items() if not schema.get("description")]
