@@ -19,6 +19,8 @@ from kernels.build.preflight import MissingError, Toolchain
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
+# What failed once would fail again after minutes, and a request must not wait for that. A new process tries anew.
+_failures: dict[Path, BuildError] = {}
 
 
 def source_parts(recipe: Recipe, target: Target) -> dict[str, object]:
@@ -35,7 +37,8 @@ def ensure(recipe: Recipe, target: Target, say: Say = log.warning) -> ctypes.CDL
     """The loaded object, built first where the cache has none that loads. One process builds, the others wait.
 
     A machine that can't build (a container without nvcc) loads an object of the same sources and flags that was built
-    with any tools. MissingError says what a build lacks, BuildError where the log of a failed one is.
+    with any tools. MissingError says what a build lacks, BuildError where the log of a failed one is (the same again
+    for as long as this process runs).
     """
     parent = cache.private(cache.root() / target.name)
     try:
@@ -48,10 +51,24 @@ def ensure(recipe: Recipe, target: Target, say: Say = log.warning) -> ctypes.CDL
     parts = {**source_parts(recipe, target), **tools.versions}
     folder = parent / cache.digest(parts)
     found = _load(folder, recipe, say)
+    if found is None and folder in _failures:
+        raise _failures[folder]
     if found is None:
         with cache.locked(parent / f"{folder.name}.lock", say):
             found = _load(folder, recipe, say) or _build(recipe, target, tools, folder, parts, say)
     return found
+
+
+def obtainable(recipe: Recipe, target: Target) -> str | None:
+    """Why this machine has no object for a target and can't build one; None where it has or can."""
+    try:
+        parent = cache.private(cache.root() / target.name)
+        preflight.toolchain([target], parent)
+    except MissingError as error:
+        return None if _of_any_tools(recipe, target, parent, log.warning) else str(error)
+    except ResourceError as error:
+        return str(error)
+    return None
 
 
 def state(recipe: Recipe, target: Target, tools: Toolchain) -> tuple[bool, list[str]]:
@@ -99,7 +116,8 @@ def _build(
             shutil.rmtree(folder)
         os.rename(aside, folder)
     except BuildError as error:
-        raise keep_log(error, folder.parent / f"{folder.name}.failed.log") from error
+        _failures[folder] = keep_log(error, folder.parent / f"{folder.name}.failed.log")
+        raise _failures[folder] from error
     except OSError as error:
         raise ResourceError(f"{recipe.name} was built for {target.name} but can't be used: {error}") from error
     finally:

@@ -330,6 +330,32 @@ def test_a_failure_keeps_the_whole_log_and_leaves_no_object(tools, recipe):
     assert [path.suffix for path in sorted((tools / "cache/sm_90a").iterdir())] == [".log", ".lock"]
 
 
+def test_a_failed_build_is_not_tried_twice_by_one_process(tools, recipe):
+    write_nvcc(tools, extra="exit 1")
+    with pytest.raises(BuildError, match="whole log"):
+        store.ensure(recipe, HOPPER, print)
+    before = calls(tools)
+    with pytest.raises(BuildError, match="whole log"):
+        store.ensure(recipe, HOPPER, print)
+    assert calls(tools) == before > 0
+    # Another process, or other sources, may succeed.
+    (recipe.folder / "one.cu").write_text("int other;")
+    write_nvcc(tools)
+    assert store.ensure(recipe, HOPPER, print).answer() == 42
+
+
+def test_what_a_machine_can_have_is_known_without_building(tools, recipe, monkeypatch):
+    assert store.obtainable(recipe, HOPPER) is None and calls(tools) == 0
+    with monkeypatch.context() as without:
+        without.setattr(preflight, "find_nvcc", lambda: None)
+        assert "no nvcc" in store.obtainable(recipe, HOPPER)
+    store.ensure(recipe, HOPPER, print)
+    monkeypatch.setattr(preflight, "find_nvcc", lambda: None)
+    assert store.obtainable(recipe, HOPPER) is None
+    (tools / "cache").chmod(0o777)
+    assert "written to by others" in store.obtainable(recipe, HOPPER)
+
+
 def test_a_compiler_that_memory_ended_is_recognised(tools, recipe):
     write_nvcc(tools, extra="echo Killed; exit 137")
     with pytest.raises(BuildError, match="MAX_JOBS=1"):
