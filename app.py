@@ -24,7 +24,7 @@ from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
 from engine.telemetry import memory_now
-from engine.web import mcp, render
+from engine.web import details, mcp
 from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
@@ -77,7 +77,8 @@ class Page:
 
     def tell_system(self) -> str:
         """Model, devices, precision, decoder path, versions, memory."""
-        return render.system(self.engine.about() | {"gradio": gr.__version__}, self.engine.readiness(), memory_now())
+        about = self.engine.about() | {"gradio": gr.__version__}
+        return details.system(about, self.engine.paths(), self.engine.readiness(), memory_now())
 
 
 def build(engine: Engine, jobs: Jobs) -> gr.Blocks:

@@ -120,9 +120,10 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
 
 
 def denoise_settings(arguments: argparse.Namespace, preset: Preset) -> DenoiseSettings:
-    """How to denoise: the preset's settings but for what the arguments say."""
+    """How to denoise: the preset's settings but for what the arguments say, and without pictures on the way."""
     given = {name: getattr(arguments, name) for name in ("precision", "quality", "attention", "fused_kernels")}
-    return dataclasses.replace(preset.denoise, **{name: value for name, value in given.items() if value})
+    given = {name: value for name, value in given.items() if value}
+    return dataclasses.replace(preset.denoise, preview="off", **given)
 
 
 def decode_settings(arguments: argparse.Namespace) -> DecodeSettings:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from PIL import Image
 
+from engine import about as facts
 from engine import disk, record
 from engine import estimate as cost
 from engine.compare import Decoder
@@ -39,6 +40,7 @@ from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.sides import Comparison, Option, RandomLatents, open_latents, options
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
+from kernels.choose import Choice
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Engine:
         self._rates: cost.Rates | None = None
         self._preview_map: LinearMap | None = None
         self._costs = DecodeCosts(self.executor.device.type)
+        self._running: Telemetry | None = None
         self._busy, self._loading = threading.Lock(), threading.Lock()
 
     def generate(self, request: Request, folder: Path, cancel: threading.Event | None = None) -> Iterator[Event]:
@@ -85,7 +88,7 @@ class Engine:
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
-            Telemetry(self.executor.device) as telemetry,
+            self._watched() as telemetry,
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             record.prepare_folder(folder, request, image)
@@ -109,7 +112,7 @@ class Engine:
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
-            Telemetry(self.executor.device) as telemetry,
+            self._watched() as telemetry,
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +120,7 @@ class Engine:
             yield from self._stage(telemetry, "load", self.load)
             if saved.metadata.get("vae_sha256", self.executor.vae_hash) != self.executor.vae_hash:
                 yield Warned("These latents were made for another VAE than this one, so the picture may be wrong.")
-            notes = record.decode_notes(saved.metadata, settings) | self._machine()
+            notes = record.decode_notes(saved.metadata, settings) | facts.machine(self.preset, self.executor)
             yield from self._deliver(telemetry, saved.tensor, settings, folder, notes, cancel)
 
     def compare(
@@ -140,14 +143,14 @@ class Engine:
             self.decoder(settings)  # what this machine does not have is refused before any work
         with (
             self._exclusive(),
-            Telemetry(self.executor.device) as telemetry,
+            self._watched() as telemetry,
             Comparison(tensor, facts, folder, self.preset.fps) as comparison,
         ):
             yield from self._stage(telemetry, "load", self.load)
             for side, settings in (("a", a), ("b", b)):
                 yield from comparison.run(side, settings, self.executor, telemetry, cancel)
             self._learn_sides(comparison)
-            yield from comparison.finish(self._machine())
+            yield from comparison.finish(facts.machine(self.preset, self.executor))
 
     def check(self, request: Request) -> Image.Image | None:
         """Raise RequestError for everything that can be known before the work; returns the opened first frame."""
@@ -220,16 +223,21 @@ class Engine:
 
     def about(self) -> dict[str, str]:
         """What runs here, for people to read."""
-        path, precision, reason = self.executor.explain_decode(self.preset.decode)
-        return {
-            "Model": f"{self.preset.title}: {self.preset.about}",
-            "Checkpoint": self.preset.checkpoint,
-            **self._parts(),
-            "Device": self.executor.device_name(),
-            **self.executor.explain_denoise(self.preset.denoise),
-            "Decoding": f"{path}, {precision}: {reason}",
-            **{name: str(value) for name, value in self.executor.versions().items()},
-        }
+        return facts.about(self.preset, self.executor)
+
+    def paths(self) -> list[Choice]:
+        """Which path each operation takes with the preset's settings, and why."""
+        return facts.paths(self.preset, self.executor)
+
+    def count_tokens(self, prompt: str) -> int | None:
+        """How many of the MAX_TOKENS tokens a prompt takes, None before the model is loaded. RequestError for text that
+        is none."""
+        return self.executor.count_tokens(prompt) if self._readiness.state == "ready" else None
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the request that runs, as far as it is (`Telemetry.summary`); empty where none runs."""
+        running = self._running
+        return running.summary() if running else {}
 
     def close(self) -> None:
         """Give back every byte."""
@@ -357,26 +365,7 @@ class Engine:
     def _notes(self, request: Request, texts: tuple[TextEmbedding, TextEmbedding | None], step: Step) -> dict[str, Any]:
         tokens = {"prompt": texts[0].tokens, "negative_prompt": texts[1].tokens if texts[1] else None}
         skipped = record.step_cache(request.denoise.quality, step, self.preset.fidelity)
-        return {"request": request.to_json(), "tokens": tokens} | skipped | self._machine()
-
-    def _parts(self) -> dict[str, str]:
-        if self.executor.folder is None:
-            return {}
-        return {
-            part.name.replace("_", " ").capitalize(): f"{part.kind}, {part.parameters / 1e6:,.1f} M parameters"
-            for part in self.executor.info.parts
-        }
-
-    def _machine(self) -> dict[str, Any]:
-        return {
-            "preset": self.preset.name,
-            "checkpoint": self.preset.checkpoint,
-            "vae_sha256": self.executor.vae_hash,
-            "device": self.executor.device_name(),
-            "precision": self.executor.precision,
-            "paths": {choice.operation: choice._asdict() for choice in self.executor.paths},
-            "versions": self.executor.versions(),
-        }
+        return {"request": request.to_json(), "tokens": tokens} | skipped | facts.machine(self.preset, self.executor)
 
     def _learn_sides(self, comparison: Comparison) -> None:
         frames, height, width = comparison.latents.shape[2:]
@@ -388,6 +377,15 @@ class Engine:
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."
         self._readiness = Readiness("loading", words, done, total)
+
+    @contextmanager
+    def _watched(self) -> Iterator[Telemetry]:
+        with Telemetry(self.executor.device) as telemetry:
+            self._running = telemetry
+            try:
+                yield telemetry
+            finally:
+                self._running = None
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -144,17 +144,6 @@ class LocalExecutor:
         attention = choose_attention(settings.attention, self.device, shape)
         return attention, choose_fused(settings.fused_kernels, self.device)
 
-    def explain_denoise(self, settings: DenoiseSettings) -> dict[str, str]:
-        """Precision, attention, fused kernels and where everything is, for people to read."""
-        attention, fused = self.denoise_paths(settings)
-        placed = self.placement.lines() if self.placement else {}
-        return {
-            "Denoising": self.precision or choose_precision(settings, self.device),
-            **placed,
-            "Attention": f"{attention.path}: {attention.reason}",
-            "Fused kernels": f"{fused.path}: {fused.reason}",
-        }
-
     @property
     def precision(self) -> str | None:
         """Of the transformer, None before it is loaded."""
@@ -166,6 +155,10 @@ class LocalExecutor:
             return self.text.encode(prompt)
         with visit(self.text.model, self.device):
             return self.text.encode(prompt)
+
+    def count_tokens(self, prompt: str) -> int:
+        """Tokens of a prompt, see `engine.prompt.count_tokens`."""
+        return self.text.count(prompt)
 
     def encode_image(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
         """Normalised latents of a first frame, fp32 [1, 48, 1, h, w]."""

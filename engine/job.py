@@ -20,6 +20,7 @@ from engine.events import (
     Event,
     FramesMeasured,
     FramesReady,
+    PreviewReady,
     SideEnded,
     SideStarted,
     Stage,
@@ -30,6 +31,7 @@ from engine.events import (
     Warned,
 )
 from engine.job_id import known_id
+from engine.preview import PREVIEW_NAME
 from engine.record import IMAGE_NAME, LATENTS_NAME, STATS_NAME, read_json
 from engine.request import Request
 from engine.settings import DecodeSettings
@@ -198,7 +200,8 @@ class Job:
 
 @dataclass(kw_only=True)
 class JobState(Job):
-    """A video. A stopped or failed one has the part that was there as `video`, or None; stats: as in stats.json."""
+    """A video. A stopped or failed one has the part that was there as `video`, or None; stats: as in stats.json;
+    previewed: the step that the newest preview shows, 0 without one."""
 
     kind: ClassVar[str] = "video"
     stages_to_come: ClassVar[tuple[Stage, ...]] = STAGES
@@ -207,11 +210,17 @@ class JobState(Job):
     video: Path | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     first_frame_seconds: float | None = None
+    previewed: int = 0
 
     @property
     def live(self) -> Path:
         """The fragmented mp4 that grows while frames are decoded."""
         return self.folder / LIVE_NAME
+
+    @property
+    def preview(self) -> Path:
+        """A small animated picture of where its steps lead."""
+        return self.folder / PREVIEW_NAME
 
     @property
     def latents(self) -> Path:
@@ -228,6 +237,8 @@ class JobState(Job):
             case StepDone(step, _, seconds, eta):
                 state = self._find("denoise")
                 state.done, state.seconds_each, state.eta = step, seconds, eta
+            case PreviewReady(step):
+                self.previewed = step
             case FramesReady(start, frames):
                 self._count("decode", start + len(frames))
                 if self.first_frame_seconds is None:

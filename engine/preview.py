@@ -34,7 +34,7 @@ from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, TEMPORAL_FACTOR
 
 log = logging.getLogger(__name__)
 
-NAME = "preview.webp"
+PREVIEW_NAME = "preview.webp"
 SUB = 4
 LARGEST = 320
 SCENES, SCENE_FRAMES, SCENE_SIDE = 8, 9, 128
@@ -191,7 +191,7 @@ class Previews:
     def __init__(
         self, linear: LinearMap | None, folder: Path, fps: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.linear, self.path, self.clock = linear, folder / NAME, clock
+        self.linear, self.path, self.clock = linear, folder / PREVIEW_NAME, clock
         self.seconds_each = TEMPORAL_FACTOR / fps
         self._next = clock() + SECONDS_APART
 

@@ -27,10 +27,11 @@ from engine.decode_cost import CompareCost, DecodeCost
 from engine.engine import Engine, Readiness
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
-from engine.events import Event, FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.events import Event, FramesReady, PreviewReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
 from engine.jobs import Jobs
 from engine.latents import save_latents
 from engine.preset import Preset
+from engine.preview import PREVIEW_NAME, write_animation
 from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.shapes import latent_shape
@@ -38,6 +39,7 @@ from engine.sides import Option
 from engine.video import VideoWriter, thumbnail
 from engine.web.files import visitor
 from engine.web.hosting import Hosting
+from kernels.choose import Choice
 
 GIB = 2**30
 
@@ -45,7 +47,7 @@ GIB = 2**30
 @dataclass
 class Pace:
     """Seconds of one load, text, step and chunk; `fail_at`: "text", "denoise" or "decode" raises there, the last after
-    `fail_after` frames; `warning`: said in the text stage."""
+    `fail_after` frames; `warning`: said in the text stage; `previews`: one after each step."""
 
     load: float = 0.0
     text: float = 0.0
@@ -54,6 +56,7 @@ class Pace:
     fail_at: str | None = None
     fail_after: int = 1
     warning: str | None = None
+    previews: bool = False
 
 
 def pattern(start: int, count: int, height: int, width: int) -> np.ndarray:
@@ -77,7 +80,7 @@ class Double:
         self.preset = preset
         self.pace = pace or Pace()
         self.finally_ran = 0
-        self._busy = threading.Lock()
+        self._busy, self._began = threading.Lock(), 0.0
         # Every way to denoise is there.
         self.executor = SimpleNamespace(denoise_paths=lambda settings: [])
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
@@ -101,6 +104,15 @@ class Double:
             return None
         work = request.frames * request.height * request.width / 5_600_000
         return Estimate(denoise=work * request.steps / 6, decode=work * 8, other=1.0, basis="the last video made here")
+
+    def paths(self) -> list[Choice]:
+        return [Choice("denoise", "plain, fp32", "a test bench"), Choice("decode", "plain, fp32", "no GPU here <b>")]
+
+    def count_tokens(self, prompt: str) -> int | None:
+        return len(prompt.split()) if self._readiness.state == "ready" else None
+
+    def figures(self) -> dict:
+        return self._figures(time.perf_counter() - self._began) if self._busy.locked() else {}
 
     def decoders(self) -> list[Option]:
         return [Option(DecodeSettings(path, "fp32"), "a test bench") for path in ("plain", "reference")]
@@ -137,7 +149,7 @@ class Double:
         self._readiness = Readiness("idle", "closed")
 
     def _run(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]:
-        began = time.perf_counter()
+        began = self._began = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         record.write_json(folder / "request.json", request.to_json())
         yield from self._plain("load", 0.0, cancel)
@@ -146,7 +158,7 @@ class Double:
             yield Warned(self.pace.warning)
         if request.image:
             yield from self._plain("image", 0.0, cancel)
-        yield from self._denoise(request, cancel)
+        yield from self._denoise(request, folder, cancel)
         shape = (1, *latent_shape(request.frames, request.height, request.width))
         notes = record.tags({"request": request.to_json()})
         save_latents(folder / "latents.safetensors", torch.zeros(shape), notes)
@@ -159,7 +171,7 @@ class Double:
         self._pause(seconds, cancel)
         yield StageEnded(stage, seconds)
 
-    def _denoise(self, request: Request, cancel: threading.Event) -> Iterator[Event]:
+    def _denoise(self, request: Request, folder: Path, cancel: threading.Event) -> Iterator[Event]:
         yield StageStarted("denoise", request.steps)
         began = time.perf_counter()
         for step in range(1, request.steps + 1):
@@ -167,6 +179,10 @@ class Double:
                 raise EngineError("cuda:0 ran out of memory (0.2 of 139.8 GiB are free now). Choose a smaller size.")
             self._pause(self.pace.step, cancel)
             yield StepDone(step, request.steps, self.pace.step, (request.steps - step) * self.pace.step)
+            if self.pace.previews and step < request.steps:
+                small = pattern(0, 25, request.height // 4, request.width // 4)[::4]
+                write_animation(folder / PREVIEW_NAME, small, 1 / 6)
+                yield PreviewReady(step, request.steps, folder / PREVIEW_NAME)
         yield StageEnded("denoise", time.perf_counter() - began)
 
     def _decode(self, request: Request, folder: Path, cancel: threading.Event, began: float) -> Iterator[Event]:
@@ -202,10 +218,25 @@ class Double:
         record.write_json(folder / "stats.json", stats)
         yield VideoFinished(video, partial, stats)
 
+    def _figures(self, total: float) -> dict:
+        """Stages that take a fixed share, and memory that rises over them."""
+        shares = (("text", 0.0, 0.02), ("denoise", 0.02, 0.6), ("decode", 0.62, 0.33), ("file", 0.95, 0.05))
+        moments = [total * index / 40 for index in range(41)]
+        levels = [int((1 + 0.6 * (index > 1) + 0.4 * (index > 24) * (index % 4 > 0)) * GIB) for index in range(41)]
+        return {
+            "seconds": total,
+            "stages": [
+                {"name": name, "started": total * start, "seconds": total * share, "peaks": {}}
+                for name, start, share in shares
+            ],
+            "peak_bytes": {"host": 2 * GIB},
+            "step_seconds": [0.4 + 0.05 * (index % 3) for index in range(12)],
+            "memory": {"seconds": moments, "host": levels, "cuda:0": [3 * level for level in levels]},
+        }
+
     def _stats(self, request: Request, frames: int, video: Path, decode: float, first: float, total: float) -> dict:
         return {
             "request": request.to_json(),
-            "seconds": total,
             "seconds_to_first_frame": first,
             "frames": frames,
             "height": request.height,
@@ -214,7 +245,7 @@ class Double:
             "seconds_per_step": self.pace.step,
             "decode_frames_per_second": frames / decode,
             "decode": {"path": self.decoder(request.decode).path, "precision": "fp32", "reason": "a test bench"},
-            "peak_bytes": {"host": 2 * GIB},
+            **self._figures(total),
             "device": "a test bench",
             "precision": "fp32",
             "latents_sha256": "0" * 64,

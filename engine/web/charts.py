@@ -11,19 +11,10 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from engine.events import STAGES
 from engine.memory import in_words
 from engine.web import words
 
 WIDTH, HEIGHT = 1000, 100
-LABELS = {
-    "load": "Model",
-    "text": "Prompt",
-    "image": "Picture",
-    "denoise": "Denoise",
-    "decode": "Decode",
-    "file": "File",
-}
 HOST = "This process on the host"
 
 
@@ -44,14 +35,12 @@ def figures(stats: Mapping[str, Any], name: str, steps: int | None = None) -> st
 
 def stage_bar(stages: Sequence[Mapping[str, Any]], total: float, name: str) -> str:
     """The share of each stage in the total, with the shares in words below."""
-    known = [stage for stage in stages if stage["name"] in STAGES]
+    known = [stage for stage in stages if stage["name"] in words.STAGES]
     shown = [(stage["name"], stage["started"], _seconds(stage, total)) for stage in known]
     rects = "".join(_band(*stage, total, 1.0) for stage in shown)
-    items = [f"{LABELS[stage]} {words.duration(seconds)}, {_percent(seconds, total)}" for stage, _, seconds in shown]
-    legend = "".join(
-        f'<li class="{stage}"><i></i>{LABELS[stage]} <b>{words.duration(seconds)}</b> {_percent(seconds, total)}</li>'
-        for stage, _, seconds in shown
-    )
+    said = [(stage, words.STAGES[stage], words.duration(each), _percent(each, total)) for stage, _, each in shown]
+    legend = "".join(f'<li class="{key}"><i></i>{name} <b>{took}</b> {share}</li>' for key, name, took, share in said)
+    items = (f"{name} {took}, {share}" for _, name, took, share in said)
     head = _head("Time", words.duration(total))
     drawn = _svg(f"{name}-time", "Time by stage", "; ".join(items), rects, "bar")
     return f'<div class="chart">{head}{drawn}<ul class="legend">{legend}</ul></div>'
@@ -78,7 +67,7 @@ def _lane(
     bands = (
         _band(stage["name"], stage["started"], _seconds(stage, total), total, 0.28)
         for stage in stages
-        if stage["name"] in STAGES
+        if stage["name"] in words.STAGES
     )
     line = [(_x(moment, total), HEIGHT * (1 - 0.92 * value / max(most, 1))) for moment, value in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
@@ -112,7 +101,7 @@ def _seconds(stage: Mapping[str, Any], total: float) -> float:
 def _band(stage: str, started: float, seconds: float, total: float, opacity: float) -> str:
     return (
         f'<rect class="{stage}" x="{_x(started, total):.1f}" width="{_x(seconds, total):.1f}" y="0" height="{HEIGHT}" '
-        f'opacity="{opacity:g}"><title>{LABELS[stage]}: {words.duration(seconds)}</title></rect>'
+        f'opacity="{opacity:g}"><title>{words.STAGES[stage]}: {words.duration(seconds)}</title></rect>'
     )
 
 

@@ -10,6 +10,7 @@ from engine.compare import decibels
 from engine.decode_cost import CompareCost, DecodeCost
 from engine.engine import Readiness
 from engine.job import CompareState
+from engine.memory import in_words
 from engine.shapes import SPATIAL_FACTOR, video_frames
 from engine.sides import SIDES, Option
 from engine.web import words
@@ -52,7 +53,7 @@ def plan(cost: CompareCost, shape: tuple[int, int, int]) -> str:
 
 
 def _side_plan(name: str, cost: DecodeCost) -> str:
-    return f"{name}: about {words.roughly(cost.seconds)} a run and {words.size(cost.bytes)} more memory."
+    return f"{name}: about {words.roughly(cost.seconds)} a run and {in_words(cost.bytes)} more memory."
 
 
 def readiness(now: Readiness) -> str:
@@ -176,8 +177,8 @@ def _rate(side: Mapping[str, Any]) -> str:
 
 
 def _peaks(side: Mapping[str, Any]) -> str:
-    peaks = ", ".join(f"{device} {words.size(peak)}" for device, peak in side["peak_bytes"].items())
-    added = f" ({words.size(side['added_bytes'])} of it for this decode)" if side["added_bytes"] is not None else ""
+    peaks = ", ".join(f"{device} {in_words(peak)}" for device, peak in side["peak_bytes"].items())
+    added = f" ({in_words(side['added_bytes'])} of it for this decode)" if side["added_bytes"] is not None else ""
     return f"{peaks}{added}" if peaks else "none"
 
 

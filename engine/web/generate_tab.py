@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import gradio as gr
 
+from engine.description import fault
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.job import JobState
@@ -16,8 +17,9 @@ from engine.record import LAST_FRAME
 from engine.settings import DecodePath, Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
-from engine.web import render, words
+from engine.web import details, render, words
 from engine.web.compare_form import decoder_menu
+from engine.web.compose import add_builder
 from engine.web.files import first_frame
 from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, unknown_words
 
@@ -66,6 +68,7 @@ class GenerateTab:
             start.prompt, label="Prompt", lines=3, max_lines=12, placeholder="What happens, where, how the camera moves"
         )
         self.hint = gr.HTML(elem_id="hint", **PLAIN)
+        add_builder(preset, fields["prompt"])
         gr.Examples(
             [[text] for text in preset.examples],
             fields["prompt"],
@@ -136,7 +139,8 @@ class GenerateTab:
         # video is whole, and then it is known better.
         changes = [field.change for field in (*decides, self.model, self.player)]
         gr.on([demo.load, *changes], self.tell_plan, form, self.plan, **latest)
-        gr.on([demo.load, fields["prompt"].change], self.tell_hint, fields["prompt"], self.hint, **latest)
+        known = [demo.load, fields["prompt"].change, self.model.change]
+        gr.on(known, self.tell_hint, fields["prompt"], self.hint, **latest)
         fields["image"].upload(self.fit_size, [fields["image"], fields["size"]], fields["size"], **QUIET)
 
     # What happens.
@@ -169,7 +173,7 @@ class GenerateTab:
             self.player: render.player(state, preset.fps, poster=(state.folder / "thumbnail.jpg").is_file()),
             self.strip: render.strip(state, preset.fps),
             self.messages: render.of_job(state),
-            self.details: render.details(state, memory_now()),
+            self.details: details.details(state, memory_now(), self.engine.figures()),
         }
 
     def _lost(self, job: str) -> dict[Any, str]:
@@ -229,8 +233,12 @@ class GenerateTab:
         return render.plan(request, self.preset.fps, self.engine.estimate(request)) + warning
 
     def tell_hint(self, prompt: str) -> str:
-        """Words that the model does not know."""
-        return render.hint(unknown_words(self.preset, prompt))
+        """Words that the model does not know, slips in a JSON description, how many tokens it is."""
+        try:
+            tokens = self.engine.count_tokens(prompt)
+        except EngineError as error:
+            return render.refusal(str(error))
+        return render.below_prompt(unknown_words(self.preset, prompt), fault(prompt), tokens)
 
     def fit_size(self, image: str | None, size: str) -> str:
         """The size of the menu that suits an uploaded picture."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -11,20 +10,13 @@ from typing import Literal
 from engine.engine import Readiness
 from engine.estimate import Estimate
 from engine.events import Stage
-from engine.job import DecodeState, JobState, StageState
+from engine.job import JobState, StageState
+from engine.memory import in_words
+from engine.prompt import MAX_TOKENS
 from engine.request import Request
-from engine.telemetry import Memory
 from engine.web import words
 
 Phase = Literal["todo", "now", "done", "stopped", "failed"]
-LABELS: dict[Stage, str] = {
-    "load": "Model",
-    "text": "Prompt",
-    "image": "Picture",
-    "denoise": "Denoise",
-    "decode": "Decode",
-    "file": "File",
-}
 # Loading takes no time once the model is there, and then it is no stage worth showing; nor is the wait of a free queue.
 SHORT_LOAD = SHORT_WAIT = 0.5
 LONG_WAIT = 120
@@ -71,11 +63,24 @@ def player(state: JobState, fps: int, poster: bool = False) -> str:
     """
     request = state.request
     if state.first_frame_seconds is None and state.video is None:
+        if state.previewed and not state.over:
+            return _preview(state)
         return _canvas(request.height, request.width, _cleared(state), *_before_frames(state))
     address = f'src="live/{state.id}.mp4"' + (f' final="video/{state.id}.mp4"' if state.video else "")
     size = f'width="{request.width}" height="{request.height}" style="--ratio: {request.width} / {request.height}"'
     words_ = f'label="{escape(request.prompt)}"' + (f' poster="thumbnail/{state.id}.jpg"' if poster else "")
     return f'<live-video {address} {size} frames="{request.frames}" fps="{fps}" {words_}></live-video>'
+
+
+def _preview(state: JobState) -> str:
+    """Where the steps lead, in the player's place. The address names the step, so that a page takes each one once."""
+    request, step = state.request, state.previewed
+    steps = next(stage.total for stage in state.stages if stage.name == "denoise")
+    return (
+        f'<figure class="canvas preview" style="--ratio: {request.width} / {request.height}">'
+        f'<img src="preview/{state.id}.webp?step={step}" alt="A small animated preview of: {escape(request.prompt)}">'
+        f"<figcaption>Preview, step {step} of {steps}</figcaption></figure>"
+    )
 
 
 def _cleared(state: JobState) -> float:
@@ -117,16 +122,32 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
     if estimate is None:
         return f'<p class="plan">{picture}. How long it takes is known once the model is loaded.</p>'
     hint = " A shorter video, a smaller size or fewer steps are quicker." if estimate.total > LONG_WAIT else ""
+    memory = f" Holds about {in_words(estimate.bytes)} of memory at most." if estimate.bytes else ""
     return (
         f'<p class="plan" title="Reckoned by {escape(estimate.basis)}">{picture}. '
         f"<strong>Takes about {words.roughly(estimate.total)}</strong> on this machine: "
-        f"{words.roughly(estimate.denoise)} of steps, {words.roughly(estimate.decode)} of decoding.{hint}</p>"
+        f"{words.roughly(estimate.denoise)} of steps, {words.roughly(estimate.decode)} of decoding.{memory}{hint}</p>"
     )
 
 
 def refusal(text: str) -> str:
     """Why the form can't be sent as it is."""
     return f'<p class="message error" role="alert">{escape(text)}</p>'
+
+
+def below_prompt(unknown: Sequence[str], fault: str | None, tokens: int | None) -> str:
+    """What is to be said of a prompt before the click. unknown: words that the model never saw; fault: of its JSON;
+    tokens: of the MAX_TOKENS that are read, None where that is not known."""
+    slip = f'<p class="hint">{escape(fault)}</p>' if fault else ""
+    return slip + hint(unknown) + _tokens(tokens)
+
+
+def _tokens(tokens: int | None) -> str:
+    if tokens is None:
+        return ""
+    if tokens > MAX_TOKENS:
+        return f'<p class="hint">{tokens:,} tokens: the last {tokens - MAX_TOKENS:,} will be cut off.</p>'
+    return f'<p class="tokens">{tokens:,} of {MAX_TOKENS:,} tokens</p>'
 
 
 def hint(unknown: Sequence[str]) -> str:
@@ -180,18 +201,18 @@ def _queue_row(state: JobState) -> Row:
 
 def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
     if stage is None:
-        return Row(LABELS[name], "todo")
+        return Row(words.STAGES[name], "todo")
     share = stage.done / stage.total if stage.total else 0.0
     # Only a video that can be fetched makes the last stage whole.
     if stage.seconds is not None and (name != "file" or state.video):
         # A stage that was stopped part of the way has ended too, but not at its end.
         cut = stage.total is not None and 0 < stage.done < stage.total
         detail = f"{stage.done}/{stage.total}" if cut else words.duration(stage.seconds)
-        return Row(LABELS[name], "stopped" if cut else "done", detail, share if cut else 1.0)
+        return Row(words.STAGES[name], "stopped" if cut else "done", detail, share if cut else 1.0)
     phase: Phase = "now" if not state.over else "failed" if state.status == "failed" else "stopped"
     detail = f"{stage.done}/{stage.total}" if stage.total else words.duration(stage.elapsed)
     # While it runs it is never shown as whole.
-    return Row(LABELS[name], phase, detail, min(share, 0.99))
+    return Row(words.STAGES[name], phase, detail, min(share, 0.99))
 
 
 def sentence(state: JobState, fps: int) -> str:
@@ -267,7 +288,7 @@ def _announcement(state: JobState, fps: int) -> str:
     """The same for screen readers: without the figures that change all the time."""
     if state.over or state.status == "queued":
         return sentence(state, fps)
-    return LABELS[state.stage.name] if state.stage else "Started"
+    return words.STAGES[state.stage.name] if state.stage else "Started"
 
 
 def messages(warnings: Iterable[str], error: str | None = None) -> str:
@@ -281,110 +302,3 @@ def messages(warnings: Iterable[str], error: str | None = None) -> str:
 def of_job(state: JobState) -> str:
     """The messages of a job."""
     return messages(state.warnings, state.error if state.status in ("failed", "interrupted") else None)
-
-
-def memory(now: Memory) -> str:
-    """What the machine holds at this moment."""
-    used = now.host_total - now.host_available
-    host = f"{words.size(now.host)} here, {words.size(used)} of {words.size(now.host_total)} in use"
-    meters = [_meter("Memory", host, now.host, used, now.host_total)]
-    for device in now.devices:
-        text = (
-            f"allocated {words.size(device.allocated)}, reserved {words.size(device.reserved)}, "
-            f"peak {words.size(device.peak)}, device {words.size(device.used)} of {words.size(device.total)}"
-        )
-        meters.append(_meter(device.name, text, device.allocated, device.used, device.total))
-    return f'<div class="meters">{"".join(meters)}</div>'
-
-
-def _meter(name: str, text: str, own: int, used: int, total: int) -> str:
-    scale = max(total, 1)
-    return (
-        f'<div class="meter"><b>{escape(name)}</b><span>{text}</span>'
-        f'<i class="bar two" style="--share: {own / scale:.3f}; --more: {used / scale:.3f}"></i></div>'
-    )
-
-
-def details(state: JobState, now: Memory) -> str:
-    """Live figures while a job runs, its card afterwards."""
-    if state.over:
-        return card(state)
-    stage = next((stage for stage in state.stages if stage.name == "decode"), None)
-    rate, first = decode_rate(stage), state.first_frame_seconds
-    pairs = {
-        "Elapsed": words.duration(state.elapsed) if state.started else "",
-        "First frame": f"after {words.duration(first)}" if first else "",
-        "Decoding": f"{rate:.1f} frames/s" if rate else "",
-        "Seed": str(state.request.seed),
-    }
-    return _table(pairs) + memory(now)
-
-
-def _table(pairs: Mapping[str, str]) -> str:
-    lines = (f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in pairs.items() if value)
-    return f'<dl class="facts">{"".join(lines)}</dl>'
-
-
-def card(state: JobState) -> str:
-    """What to do with a job that is over: its file to save, its figures, its settings to copy."""
-    return _actions(state) + _table(_facts(state)) + _settings(state)
-
-
-def _actions(state: JobState) -> str:
-    if state.video is None:
-        return ""
-    name = escape(words.file_name(state.request))
-    address = f"video/{state.id}.mp4?download=1"
-    return f'<p class="actions"><a class="button" href="{address}" download="{name}">Download the video</a></p>'
-
-
-def _facts(state: JobState) -> dict[str, str]:
-    stats, request = state.stats, state.request
-    seconds = {stage.name: stage.seconds for stage in state.stages if stage.seconds is not None}
-    decode, each, rate = stats.get("decode") or {}, stats.get("seconds_per_step"), stats.get("decode_frames_per_second")
-    frames, fps = stats.get("frames"), stats.get("fps")
-    return {
-        "Decoded again": f"from the latents of {state.source}"
-        if isinstance(state, DecodeState) and state.source
-        else "",
-        "Video": f"{frames} frames, {frames / fps:.1f} s, {words.pixels(request.height, request.width)}"
-        if frames and fps
-        else "",
-        "File": words.size(stats["file_bytes"]) if stats.get("file_bytes") else "",
-        "Total": words.duration(state.elapsed) if state.started else "",
-        "First frame": f"after {words.duration(state.first_frame_seconds)}" if state.first_frame_seconds else "",
-        "Denoise": _joined(seconds.get("denoise"), f"{words.duration(each)} a step" if each else ""),
-        "Step cache": words.step_cache(stats.get("step_cache")),
-        "Decode": _joined(seconds.get("decode"), f"{rate:.1f} frames/s" if rate else ""),
-        "Decoder": ", ".join(str(decode[key]) for key in ("path", "precision") if decode.get(key)),
-        "Peak memory": ", ".join(
-            f"{key} {words.size(value)}" for key, value in (stats.get("peak_bytes") or {}).items()
-        ),
-        "Device": ", ".join(str(stats[key]) for key in ("device", "precision") if stats.get(key)),
-        "Seed": str(request.seed),
-    }
-
-
-def _joined(seconds: float | None, more: str) -> str:
-    return ", ".join(text for text in (words.duration(seconds) if seconds is not None else "", more) if text)
-
-
-def settings(state: JobState) -> dict[str, object]:
-    """What somebody needs to make the same video again."""
-    request = state.request.to_json() | {"image": state.request.image.name if state.request.image else None}
-    kept = ("latents_sha256", "vae_sha256", "device", "precision", "step_cache", "decode", "versions")
-    return request | {key: state.stats[key] for key in kept if key in state.stats}
-
-
-def _settings(state: JobState) -> str:
-    text = escape(json.dumps(settings(state), indent=1, ensure_ascii=False))
-    return (
-        '<details class="settings"><summary>Settings</summary>'
-        f'<button type="button" class="button" data-copy="{state.id}-settings">Copy as JSON</button>'
-        f'<pre id="{state.id}-settings" tabindex="0">{text}</pre></details>'
-    )
-
-
-def system(about: Mapping[str, str], readiness: Readiness, now: Memory) -> str:
-    """Model, devices, precision, decoder path, versions and memory."""
-    return f'<div class="system">{_table({"State": readiness.text} | dict(about))}{memory(now)}</div>'

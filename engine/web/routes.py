@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import APIRouter, HTTPException
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from engine.engine import Readiness
 from engine.job import JobState
@@ -30,6 +30,8 @@ ASSETS = {
     "icon.svg": "image/svg+xml",
 }
 NO_JOB = "There is no such job here. It may have been deleted."
+
+NO_FILE = "This job has no such file, or not yet."
 
 
 def health_router(readiness: Callable[[], Readiness]) -> APIRouter:
@@ -67,7 +69,8 @@ def asset_router() -> APIRouter:
 
 
 def video_router(find_job: FindJob) -> APIRouter:
-    """`/video/<job>.mp4` with ranges, `?download=1` to save it under a readable name; `/thumbnail/<job>.jpg`."""
+    """`/video/<job>.mp4` with ranges, `?download=1` to save it under a readable name; `/thumbnail/<job>.jpg`;
+    `/preview/<job>.webp`, the newest."""
     router = APIRouter()
 
     @router.get("/video/{job}.mp4")
@@ -79,6 +82,14 @@ def video_router(find_job: FindJob) -> APIRouter:
     @router.get("/thumbnail/{job}.jpg")
     def thumbnail(job: str) -> FileResponse:
         return _file(_find(find_job, job).folder / "thumbnail.jpg", "image/jpeg", f"{job}.jpg", "inline")
+
+    @router.get("/preview/{job}.webp")
+    def preview(job: str) -> Response:
+        try:
+            # Read at once, since a newer one may take its place at any moment.
+            return Response(_find(find_job, job).preview.read_bytes(), media_type="image/webp")
+        except OSError as error:
+            raise HTTPException(404, NO_FILE) from error
 
     return router
 
@@ -93,5 +104,5 @@ def _find(find_job: FindJob, job: str) -> JobState:
 
 def _file(path: Path | None, kind: str, name: str, disposition: str) -> FileResponse:
     if path is None or not path.is_file():
-        raise HTTPException(404, "This job has no such file, or not yet.")
+        raise HTTPException(404, NO_FILE)
     return FileResponse(path, media_type=kind, filename=name, content_disposition_type=disposition)

@@ -6,9 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from engine.events import Stage
 from engine.request import Request
 
 NAME_LENGTH = 48
+STAGES: dict[Stage, str] = {
+    "load": "Model",
+    "text": "Prompt",
+    "image": "Picture",
+    "denoise": "Denoise",
+    "decode": "Decode",
+    "file": "File",
+}
 
 
 def duration(seconds: float) -> str:
@@ -37,14 +46,6 @@ def roughly(seconds: float) -> str:
     if value < 5400:
         return f"{value / 60:.2g} minutes"
     return f"{value / 3600:.2g} hours"
-
-
-def size(count: float) -> str:
-    """Bytes: 62.6 GiB, 340 MiB, 12 KiB."""
-    for unit, name, digits in ((2**30, "GiB", 1), (2**20, "MiB", 0), (2**10, "KiB", 0)):
-        if count >= unit:
-            return f"{count / unit:.{digits}f} {name}"
-    return f"{count:.0f} bytes"
 
 
 def pixels(height: int, width: int) -> str:

@@ -23,11 +23,12 @@ from PIL import Image
 import app
 from engine.errors import RequestError
 from engine.jobs import Jobs
+from engine.memory import in_words
 from engine.preset import load_preset
 from engine.settings import DecodeSettings
 from engine.telemetry import DeviceMemory, Memory
 from engine.video import probe
-from engine.web import render, words
+from engine.web import details, render, words
 from engine.web.form import Form, build_request, fitting_size, unknown_words
 from tests.double import Double, Pace, serve
 from tests.markup import Elements
@@ -176,7 +177,7 @@ def test_the_plan_tells_frames_and_time_and_refusals_before_the_click(page):
 
 
 def test_words_that_the_small_model_never_saw_are_named(page):
-    assert page.tell_hint("a red circle moves right") == ""
+    assert Elements(page.tell_hint("a red circle moves right")).text == "5 of 1,536 tokens"
     assert "<b>elephant</b>" in page.tell_hint("a red elephant")
     assert "script" in Elements(page.tell_hint(EVIL)).text and "script" not in Elements(page.tell_hint(EVIL)).tags
     assert unknown_words(load_preset("pan2"), "a red elephant") == []
@@ -351,7 +352,7 @@ def test_durations_and_sizes_are_short():
     assert [words.roughly(s) for s in (0.2, 1, 33, 130, 1500, 9000)] == [
         "1 second", "1 second", "35 seconds", "2 minutes", "25 minutes", "2.5 hours",
     ]  # fmt: skip
-    assert [words.size(n) for n in (12, 5000, 3 * 2**20, 1.5 * 2**30)] == ["12 bytes", "5 KiB", "3 MiB", "1.5 GiB"]
+    assert [in_words(n) for n in (12, 5000, 3 * 2**20, 1.5 * 2**30)] == ["12 bytes", "5 KiB", "3.0 MiB", "1.5 GiB"]
 
 
 def test_a_download_is_named_after_prompt_and_seed():
@@ -363,7 +364,7 @@ def test_a_download_is_named_after_prompt_and_seed():
 def test_memory_shows_every_device():
     gib = 2**30
     device = DeviceMemory("cuda:1", 60 * gib, 70 * gib, 65 * gib, 80 * gib, 140 * gib)
-    text = Elements(render.memory(Memory(2 * gib, 100 * gib, 128 * gib, (device,)))).text
+    text = Elements(details.memory(Memory(2 * gib, 100 * gib, 128 * gib, (device,)))).text
     assert "2.0 GiB here, 28.0 GiB of 128.0 GiB in use" in text
     assert "cuda:1allocated 60.0 GiB, reserved 70.0 GiB, peak 65.0 GiB, device 80.0 GiB of 140.0 GiB" in text
 
@@ -371,10 +372,10 @@ def test_memory_shows_every_device():
 def test_settings_to_copy_make_the_same_request_again(page, jobs):
     job = start(page, prompt='say "hi" & <go>', seed=11)
     state = jobs.wait(job)
-    settings = render.settings(state)
+    settings = details.settings(state)
     assert settings["latents_sha256"] == "0" * 64
     assert settings | {"image": None} == settings
-    assert 'say "hi" & <go>'.replace('"', '\\"') in Elements(render.card(state)).text
+    assert 'say "hi" & <go>'.replace('"', '\\"') in Elements(details.card(state)).text
 
 
 # ---- the server

@@ -44,10 +44,12 @@ def test_unknown_values_are_refused_with_the_known_ones(values, words):
 
 def test_paths_and_reasons_are_told_before_and_after_loading(engine, tmp_path):
     for _ in range(2):
-        about = engine.about()
-        assert about["Denoising"] == "fp32"
-        assert about["Attention"].startswith("flash: PyTorch's flash attention")
-        assert about["Fused kernels"].startswith("off: PyTorch operations; not on: Triton kernels need an NVIDIA GPU")
+        assert engine.about()["Denoising"] == "fp32"
+        attention, fused, decode = engine.paths()
+        assert attention.path == "flash" and attention.reason.startswith("PyTorch's flash attention")
+        assert fused.path == "off"
+        assert fused.reason.startswith("PyTorch operations; not on: Triton kernels need an NVIDIA GPU")
+        assert decode.path == "plain, fp32" and "16 bits gain nothing" in decode.reason
         *_, finished = engine.generate(engine.preset.request(), tmp_path)
     assert isinstance(finished, VideoFinished)
     paths = finished.stats["paths"]
@@ -67,7 +69,7 @@ def test_another_attention_is_switched_to_without_loading_again(engine, tmp_path
 
 
 def test_the_command_line_changes_only_what_it_names(toy_preset):
-    base = DenoiseSettings(precision="fp32", attention="math", quality="draft")
+    base = DenoiseSettings(precision="fp32", attention="math", quality="draft", preview="off")
     preset = dataclasses.replace(toy_preset, denoise=base)
     nothing = dict.fromkeys(("precision", "quality", "attention", "fused_kernels"))
     assert denoise_settings(argparse.Namespace(**nothing), preset) == base

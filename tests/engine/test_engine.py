@@ -215,10 +215,10 @@ def test_estimates_come_from_measured_rates(engine, tmp_path):
     assert engine.estimate(request).denoise == pytest.approx(denoise)
 
 
-def test_about_names_model_device_and_decoder(engine):
+def test_about_names_model_and_device(engine):
     engine.load()
     about = engine.about()
-    assert about["Model"].startswith("Toy") and "CPU" in about["Device"] and "plain" in about["Decoding"]
+    assert about["Model"].startswith("Toy") and "CPU" in about["Device"]
     assert "parameters" in about["Transformer"]
 
 

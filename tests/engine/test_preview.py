@@ -88,7 +88,7 @@ class Straight:
     def prepare(self, *_):
         return None
 
-    def velocity(self, latents, k, prepared):
+    def velocity(self, latents, k, prepared, *_):
         return self.noise - self.end
 
 
@@ -271,7 +271,7 @@ def test_previews_change_no_byte_of_the_video_and_can_be_switched_off(engine, tm
     events = events_of(engine, tmp_path / "b", denoise=DenoiseSettings(preview="off"))
     assert not [event for event in events if isinstance(event, PreviewReady)]
     assert events[-1].stats["latents_sha256"] == with_
-    assert not (tmp_path / "b" / preview.NAME).exists()
+    assert not (tmp_path / "b" / preview.PREVIEW_NAME).exists()
 
 
 def test_a_map_that_can_not_be_made_costs_the_previews_alone(engine, tmp_path, monkeypatch):

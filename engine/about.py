@@ -1,0 +1,50 @@
+"""What runs here, in words: the model, the machine, and which path each operation takes and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.executor import choose_precision
+from engine.preset import Preset
+from kernels.choose import Choice
+
+
+def about(preset: Preset, executor: Any) -> dict[str, str]:
+    """Model, checkpoint, parts, device, precision, where all is, and versions. executor: see `engine.executor`."""
+    return {
+        "Model": f"{preset.title}: {preset.about}",
+        "Checkpoint": preset.checkpoint,
+        **_parts(executor),
+        "Device": executor.device_name(),
+        "Denoising": executor.precision or choose_precision(preset.denoise, executor.device),
+        **(executor.placement.lines() if executor.placement else {}),
+        **{name: str(value) for name, value in executor.versions().items()},
+    }
+
+
+def paths(preset: Preset, executor: Any) -> list[Choice]:
+    """The path of every operation with the preset's settings."""
+    path, precision, reason = executor.explain_decode(preset.decode)
+    return [*executor.denoise_paths(preset.denoise), Choice("decode", f"{path}, {precision}", reason)]
+
+
+def machine(preset: Preset, executor: Any) -> dict[str, Any]:
+    """What stats.json says of model and machine; the paths are those of the request that ran last."""
+    return {
+        "preset": preset.name,
+        "checkpoint": preset.checkpoint,
+        "vae_sha256": executor.vae_hash,
+        "device": executor.device_name(),
+        "precision": executor.precision,
+        "paths": {choice.operation: choice._asdict() for choice in executor.paths},
+        "versions": executor.versions(),
+    }
+
+
+def _parts(executor: Any) -> dict[str, str]:
+    if executor.folder is None:
+        return {}
+    return {
+        part.name.replace("_", " ").capitalize(): f"{part.kind}, {part.parameters / 1e6:,.1f} M parameters"
+        for part in executor.info.parts
+    }
