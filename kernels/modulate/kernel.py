@@ -35,7 +35,8 @@ def launch_size(width: int, gated: bool) -> Size:
     return Size(rows, min(16, max(1, rows * block // 1024)))
 
 
-@triton.jit
+# The count of tokens changes with every size; a kernel of its own for some counts would be compiled during a request.
+@triton.jit(do_not_specialize=["tokens"])
 def modulate_kernel(
     x,
     y,

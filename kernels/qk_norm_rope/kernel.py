@@ -107,7 +107,8 @@ def stream(
     tl.store(target + out_part, k.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# The counts of tokens change with every request; a kernel of its own for some would be compiled during one.
+@triton.jit(do_not_specialize=["video_tokens", "text_tokens"])
 def qk_norm_rope_kernel(
     video,
     text,
