@@ -9,6 +9,7 @@ with the PyTorch operations of `engine.layers` in place of x. kernels/benchmarks
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from engine import fused, layers
+from engine import fp8, fused, layers
 from engine.attention import BACKENDS, Shape, attend, choose_attention, probe
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.rope import rope_tables
@@ -81,11 +82,20 @@ class Bench:
         with sdpa_kernel(BACKENDS[self.choice.path]) if native else ExitStack():
             return self.compiled(self.x, self.c, self.modulation, self.rope)
 
-    def ours(self, backend: str | None = "") -> fused.Streams:
-        """backend: "" for the best."""
-        self.block.attn.backend = self.choice.path if backend == "" else backend
+    def ours(self, backend: str | None = "", block: layers.TransformerBlock | None = None) -> fused.Streams:
+        """backend: "" for the best; block: another one than the plain rows have."""
+        block = block or self.block
+        block.attn.backend = self.choice.path if backend == "" else backend
         after = self.video.attn[:2], self.text.attn[:2]
-        return fused.run_block(self.block, self.streams, self.video, self.text, after, self.rope)
+        return fused.run_block(block, self.streams, self.video, self.text, after, self.rope)
+
+    def in_fp8(self) -> layers.TransformerBlock:
+        """The same block with fp8 weights."""
+        block = copy.deepcopy(self.block)
+        holder = torch.nn.Module()
+        holder.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity(), block, torch.nn.Identity()])
+        fp8.convert(holder)
+        return block
 
 
 def randomised(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Any:
@@ -222,6 +232,9 @@ def variants(bench: Bench, compiled: bool) -> dict[str, Call]:
     calls["ours"] = bench.ours
     calls["ours-without-best-attention"] = lambda: bench.ours(None)
     calls |= {f"ours-without-{name}": without(bench.ours, replaced) for name, replaced in WITHOUT.items()}
+    if bench.device.type != "cuda" or not fp8.lack(bench.device):
+        block = bench.in_fp8()
+        calls["ours-fp8"] = lambda: bench.ours(block=block)
     if bench.device.type == "cuda":
         calls["ours-as-graph"] = as_graph(bench.ours, bench.device)
     return calls
@@ -252,7 +265,11 @@ def steps(size: Size, device: torch.device, choice: str, repeats: int) -> dict[s
 
     ways = {"plain": (None, False), "plain-best-attention": (choice, False), "ours": (choice, True)}
     calls = [lambda way=way: step(*way) for way in ways.values()]
-    return dict(zip(ways, medians(calls, device, repeats, 1), strict=True))
+    found = dict(zip(ways, medians(calls, device, repeats, 1), strict=True))
+    if device.type != "cuda" or not fp8.lack(device):
+        fp8.convert(model)
+        (found["ours-fp8"],) = medians(calls[-1:], device, repeats, 1)
+    return found
 
 
 def shares(bench: Bench, repeats: int) -> list[tuple[str, float, float]]:

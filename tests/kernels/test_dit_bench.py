@@ -32,7 +32,7 @@ def test_the_last_line_is_the_record(capsys):
     names = [row["name"] for row in record["rows"]]
     assert set(names) >= PEERS and all(name in PEERS or name.startswith("ours") for name in names)
     assert all(row["block_ms"] > 0 for row in record["rows"])
-    assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours"}
+    assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours", "ours-fp8"}
     assert {kernel["name"] for kernel in record["kernels"]} >= {"modulate", "gated_modulate", "qk_norm_rope"}
     assert all(kernel["copy_share"] > 0 for kernel in record["kernels"])
 
@@ -42,6 +42,7 @@ def test_every_row_computes_the_same_block():
     bench = dit_bench.Bench(dit_bench.SMALL, CPU, torch.float32)
     calls = dit_bench.variants(bench, compiled=False)
     truth = bench.plain("math")
+    assert 1e-3 < dit_bench.distance(calls.pop("ours-fp8")(), truth) < 0.1
     for name, call in calls.items():
         result = call()
         assert dit_bench.distance(result, truth) < 1e-5, name
