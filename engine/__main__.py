@@ -34,7 +34,7 @@ from engine.events import (
 )
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
-from engine.settings import Attention, AutoSwitch, DecodeSettings, DenoiseSettings, Precision, Quality
+from engine.settings import Attention, AutoSwitch, DecodePath, DecodeSettings, DenoiseSettings, Precision, Quality
 from engine.shapes import frames_of_seconds
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
@@ -89,8 +89,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_how(parser: argparse.ArgumentParser) -> Any:
     how = parser.add_argument_group("how")
-    how.add_argument("--decode-path", help="auto, plain, reference")
+    how.add_argument("--decode-path", help=", ".join(get_args(DecodePath)))
     how.add_argument("--decode-precision", help="auto, fp32, bf16, fp16")
+    how.add_argument("--memory-gib", type=float, metavar="GIB", help="the most that decode path portable may take")
     how.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the latents and all other files of the job here")
     how.add_argument("--json", action="store_true", help="print the figures as one JSON line on standard output")
     return how
@@ -129,7 +130,10 @@ def denoise_settings(arguments: argparse.Namespace, preset: Preset) -> DenoiseSe
 def decode_settings(arguments: argparse.Namespace) -> DecodeSettings:
     """How to decode, from the arguments."""
     given = {"path": arguments.decode_path, "precision": arguments.decode_precision}
-    return DecodeSettings.from_dict({key: value for key, value in given.items() if value})
+    given = {key: value for key, value in given.items() if value}
+    if arguments.memory_gib is not None:
+        given["memory_gib"] = arguments.memory_gib
+    return DecodeSettings.from_dict(given)
 
 
 def check_out(out: Path, keep: Path | None) -> None:

@@ -1,7 +1,9 @@
 """Latents to frames: an iterator of chunks on the host, the same for every path.
 
-Paths: "plain" (our streaming decoder, any device) and "reference" (the decoder of diffusers in strict fp32, the truth
-that the others are measured against). `explain` says which one runs and why; nothing falls back silently.
+Paths: "portable" (ours with fewer multiplications, any CUDA GPU), "plain" (our streaming decoder, any device) and
+"reference" (the decoder of diffusers in strict fp32, the truth that the others are measured against). `explain` says
+which one runs and why. Where memory is short or fp16 overflows, path portable begins again in smaller pieces or in a
+wider type, without a word lost: what was delivered stays, and the next chunk carries a note.
 """
 
 from __future__ import annotations
@@ -18,49 +20,14 @@ from torch import Tensor, nn
 
 from engine.bands import Rows
 from engine.condition import denormalise
-from engine.decode_plan import PASSES, Choice, FrameChunk, Plan
-from engine.errors import RequestError
+from engine.decode_paths import DTYPES, FAST, explain, fast_decoder, forget, instead, start
+from engine.decode_plan import PASSES, FrameChunk, Plan
+from engine.errors import NotFiniteError, RequestError
 from engine.settings import DecodeSettings
 from engine.vae_stream import DecoderState, StreamDecoder, check_supported
 
-PATHS = ("plain", "reference")
 RING = 3
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Cancel = threading.Event | Callable[[], bool] | None
-
-
-def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
-    """Which path and precision these settings mean on a device, and why. RequestError where there is no such path."""
-    device = torch.device(device)
-    path, precision = settings.path, settings.precision
-    if path not in ("auto", *PATHS):
-        raise RequestError(f'There is no decode path "{path}" here; there are {", ".join(PATHS)} (auto takes plain).')
-    if path == "reference":
-        return _explain_reference(precision, device)
-    if precision == "tf32":
-        raise RequestError("Only the reference decodes in tf32; choose path reference, or bf16, fp16 or fp32.")
-    why = "asked for" if path == "plain" else "the fastest path that is here"
-    if precision != "auto":
-        return Choice("plain", precision, f"{why}; {precision} was asked for")
-    return Choice("plain", *_auto_precision(device, why))
-
-
-def _explain_reference(precision: str, device: torch.device) -> Choice:
-    if precision in ("auto", "fp32"):
-        return Choice("reference", "fp32", "asked for: the decoder of diffusers in strict fp32")
-    if precision != "tf32":
-        raise RequestError(f"The reference decodes in fp32 only, not in {precision}; choose fp32 or path plain.")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        raise RequestError(f"{device} has no tf32: that needs an NVIDIA GPU of 2020 or later; choose precision fp32.")
-    return Choice("reference", "tf32", "asked for: the decoder of diffusers as PyTorch runs it, tf32 in convolutions")
-
-
-def _auto_precision(device: torch.device, why: str) -> tuple[str, str]:
-    if device.type != "cuda":
-        return "fp32", f"{why}; fp32 because 16 bits gain nothing on {device.type}"
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        return "bf16", f"{why}; bf16 because it cannot overflow and this GPU multiplies it at full speed"
-    return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
 
 
 def decode(
@@ -103,27 +70,51 @@ def stopper(cancel: Cancel) -> Callable[[], bool]:
 def _plan(vae: nn.Module, latents: Tensor, settings: DecodeSettings | None, passes: Sequence[int]) -> Plan:
     check_supported(vae)
     choice = explain(settings or DecodeSettings(), vae.post_quant_conv.weight.device)
-    return Plan(latents, choice, passes, vae.config["z_dim"])
+    memory = settings.memory_gib if settings else None
+    return Plan(latents, choice, passes, vae.config["z_dim"], memory)
 
 
 class DecodeRun:
-    """A plan at work on one device: the rows that it has of each frame, and the state that passes hand on."""
+    """A plan at work on one device: the rows that it has of each frame, and the state that passes hand on.
 
-    def __init__(self, vae: nn.Module, plan: Plan, rows: Rows | None = None) -> None:
-        self.plan, self.rows, self.config = plan, rows or Rows(), vae.config
+    smaller: how many of the ways to cut the work that path portable has to pass over, because they took too much.
+    """
+
+    def __init__(self, vae: nn.Module, plan: Plan, rows: Rows | None = None, smaller: int = 0) -> None:
+        self.vae, self.plan, self.rows, self.config = vae, plan, rows or Rows(), vae.config
+        self.fast = self.state = None
         self.device = vae.post_quant_conv.weight.device
         self.dtype = DTYPES[plan.choice.precision]
+        if plan.choice.path not in FAST:
+            forget(vae)
         if plan.choice.path == "plain":
             with torch.no_grad():
                 decoder, state = StreamDecoder(vae, self.dtype), DecoderState(self.rows)
             self.path = lambda z: decoder.run(z, state)
+        elif plan.choice.path in FAST:
+            self.fast = fast_decoder(vae, plan.choice)
+            height, width = plan.latents[0, 0, 0, self.rows.mine].shape
+            self.state = start(self.fast, height, width, plan.memory_gib, self.rows, smaller)
+            self.path = lambda z: self.fast.run(z, self.state)
         else:
             self.path = _reference(vae)
 
     def pieces(self, span: slice) -> Iterator[Tensor]:
         """Our rows of the frames of one pass as pieces [t, h, w, 12]. Take them inside `_computing`."""
+        return self.path(self._latents(span))
+
+    def _latents(self, span: slice) -> Tensor:
         latents = self.plan.latents[:, :, span, self.rows.mine].to(self.device)
-        return self.path(denormalise(latents, self.config)[0].to(self.dtype))
+        return denormalise(latents, self.config)[0].to(self.dtype)
+
+    def frames(self, span: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same as uint8 [t, H, W, 3], each piece with a boolean on the device: whether all of it was finite."""
+        if self.fast is not None:
+            for frames, flag in self.fast.frames(self._latents(span), self.state):
+                yield frames, flag[0] != 0
+            return
+        for piece in self.pieces(span):
+            yield _to_bytes(piece), _finite(piece)
 
     def floats(self, span: slice) -> tuple[Tensor, bool]:
         """Our rows of one pass before rounding, fp32 [t, 3, H, W] in [-1, 1], and whether all were finite."""
@@ -237,15 +228,20 @@ class HostCopy:
         began, buffer, done, finite = time.perf_counter(), self.ring.next(), 0, []
         ours = buffer[:, self.run.rows.pixels]
         with _computing(self.run.plan.choice.precision):
-            for piece in self.run.pieces(span):
-                finite.append(_finite(piece))
-                frames = _to_bytes(piece)
+            for frames, whole in self.run.frames(span):
+                finite.append(whole)
                 self._copy(frames, ours[done : done + len(frames)])
                 done += len(frames)
             # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
             flag = torch.empty(1, dtype=torch.bool, pin_memory=self.cuda)
             self._copy(torch.stack(finite).all(dim=0, keepdim=True), flag)
         return Pending(self, span, buffer[:done], flag, began)
+
+    def skip(self, span: slice) -> None:
+        """Run a pass whose frames were delivered before, for the state that it leaves."""
+        with _computing(self.run.plan.choice.precision):
+            for _ in self.run.frames(span):
+                pass
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         if self.stream is None:
@@ -282,12 +278,33 @@ class Pending:
 
 
 def _deliver(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
-    copy = HostCopy(run)
-    started: deque[Pending] = deque()
-    for span in run.plan.passes:
+    done = 0
+    while True:
+        try:
+            for chunk in _attempt(HostCopy(run), stop, done):
+                done += 1
+                yield chunk
+            return
+        except (NotFiniteError, torch.OutOfMemoryError) as error:
+            # Without its frames, which hold the tensors of the attempt.
+            failure = error.with_traceback(None)
+        vae, plan, rows, state = run.vae, run.plan, run.rows, run.state
+        del run
+        plan, smaller = instead(plan, state, failure)
+        del state
+        run = DecodeRun(vae, plan, rows, smaller)
+
+
+def _attempt(copy: HostCopy, stop: Callable[[], bool], done: int) -> Iterator[FrameChunk]:
+    """The chunks after the first `done`."""
+    plan, started = copy.run.plan, deque[Pending]()
+    for index, span in enumerate(plan.passes):
         if stop():
             yield from (pending.chunk() for pending in started)
-            raise run.plan.cancelled(span)
+            raise plan.cancelled(span)
+        if index < done:
+            copy.skip(span)
+            continue
         started.append(copy.start(span))
         while len(started) > copy.ahead:
             yield started.popleft().chunk()

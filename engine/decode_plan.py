@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import Cancelled, EngineError, RequestError
+from engine.errors import Cancelled, EngineError, NotFiniteError, RequestError
 from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, video_frames
 
+log = logging.getLogger(__name__)
+
+TILE = {"portable": 4}  # latent frames whose convolutions are computed together, by path
 PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
 
 
@@ -26,12 +31,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkStats:
-    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass."""
+    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass; notes:
+    what people should know before they see it, such as that another precision took over."""
 
     seconds: float
     latents: int
     path: str
     precision: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,20 @@ class Plan:
     """
 
     def __init__(
-        self, latents: Tensor, choice: Choice, passes: Sequence[int] = PASSES, channels: int = LATENT_CHANNELS
+        self,
+        latents: Tensor,
+        choice: Choice,
+        passes: Sequence[int] = PASSES,
+        channels: int = LATENT_CHANNELS,
+        memory_gib: float | None = None,
     ) -> None:
-        self.choice = choice
+        """memory_gib: as in `DecodeSettings`; passes: path portable lengthens them to whole tiles."""
+        self.choice, self.memory_gib = choice, memory_gib
+        self.notes: tuple[str, ...] = ()
         self.latents = _checked(latents, channels)
         self.total = video_frames(self.latents.shape[2])
         self.height, self.width = (SPATIAL_FACTOR * n for n in self.latents.shape[3:])
-        self.passes = _spans(self.latents.shape[2], passes)
+        self.passes = _spans(self.latents.shape[2], passes, TILE.get(choice.path, 1))
 
     @property
     def longest(self) -> int:
@@ -71,16 +85,26 @@ class Plan:
 
     def deliver(self, span: slice, frames: np.ndarray, seconds: float) -> FrameChunk:
         """The chunk of a pass, from its frames on the host."""
-        stats = ChunkStats(seconds, span.stop - span.start, self.choice.path, self.choice.precision)
+        stats = ChunkStats(seconds, span.stop - span.start, self.choice.path, self.choice.precision, self.notes)
+        self.notes = ()
         return FrameChunk(self.chunk(span)[0], frames, stats)
 
-    def not_finite(self, span: slice) -> EngineError:
+    def noted(self, note: str, choice: Choice | None = None) -> Plan:
+        """The same plan with a note for the next chunk, and another choice if one is given."""
+        log.warning("%s", note)
+        other = copy.copy(self)
+        other.notes, other.choice = (*self.notes, note), choice or self.choice
+        return other
+
+    def not_finite(self, span: slice) -> NotFiniteError:
         """The error for a pass whose output holds NaN or infinity."""
         start, count = self.chunk(span)
-        return EngineError(
+        return NotFiniteError(
             f"Stage decode, chunk {self.passes.index(span)} (frames {start} to {start + count - 1}, path "
             f"{self.choice.path}, {self.choice.precision}): values that are not finite. The latents were finite, so "
-            "the VAE's weights are damaged or this precision overflows; decode again with precision fp32 to tell which."
+            "the VAE's weights are damaged or this precision overflows; decode again with precision fp32 to tell "
+            "which.",
+            start,
         )
 
     def cancelled(self, span: slice) -> Cancelled:
@@ -101,13 +125,14 @@ def _checked(latents: Tensor, channels: int) -> Tensor:
     return latents
 
 
-def _spans(latent_frames: int, passes: Sequence[int]) -> list[slice]:
-    """Cut the latent frames into passes; the last length repeats."""
+def _spans(latent_frames: int, passes: Sequence[int], tile: int) -> list[slice]:
+    """Cut the latent frames into passes; the last length repeats. Passes end after 1, 1 + tile, 1 + 2 tile, ..."""
     if not passes or min(passes) < 1:
         raise RequestError(f"passes = {list(passes)}: each needs one latent frame or more; {list(PASSES)} is usual.")
     spans, start = [], 0
     while start < latent_frames:
-        stop = min(latent_frames, start + passes[min(len(spans), len(passes) - 1)])
+        stop = start + passes[min(len(spans), len(passes) - 1)]
+        stop = min(latent_frames, 1 + -(-(stop - 1) // tile) * tile)
         spans.append(slice(start, stop))
         start = stop
     return spans

@@ -339,7 +339,7 @@ class Engine:
             try:
                 for chunk in self.executor.decode(latents, settings, cancel):
                     telemetry.frame_arrived()
-                    yield from map(Warned, writer.write(chunk.frames))
+                    yield from map(Warned, (*chunk.stats.notes, *writer.write(chunk.frames)))
                     record.keep_thumbnail(writer.path.parent, chunk.frames, writer.written, frames)
                     yield FramesReady(chunk.start, chunk.frames, frames)
             except MediaError:

@@ -17,6 +17,14 @@ class CheckpointError(EngineError):
     """A checkpoint is missing, incomplete or not what its configuration says."""
 
 
+class NotFiniteError(EngineError):
+    """A result holds NaN or infinity. start: of which frame on."""
+
+    def __init__(self, message: str, start: int = 0) -> None:
+        super().__init__(message)
+        self.start = start
+
+
 class ResourceError(EngineError):
     """Memory or disk is too small for the work. Says what is needed and what is free."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from engine.errors import RequestError, listed, shown
 
@@ -15,7 +15,9 @@ DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
 AutoSwitch = Literal["auto", "on", "off"]
 Attention = Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"]
-DecodePath = Literal["auto", "plain", "reference"]
+DecodePath = Literal["auto", "portable", "plain", "reference"]
+
+MOST_GIB = 10_000
 
 
 class _Checked:
@@ -27,7 +29,8 @@ class _Checked:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in fields(self):  # type: ignore[arg-type]
-            allowed, value = get_args(hints[field.name]), getattr(self, field.name)
+            hint, value = hints[field.name], getattr(self, field.name)
+            allowed = get_args(hint) if get_origin(hint) is Literal else ()
             if allowed and value not in allowed:
                 raise RequestError(
                     f"{self.user_name} {field.name} = {shown(value)} is not known; choose one of {', '.join(allowed)}."
@@ -67,8 +70,20 @@ class DenoiseSettings(_Checked):
 @dataclass(frozen=True)
 class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
-    ("auto": fp32 on a CPU, bf16 on a GPU; the reference takes fp32, and tf32 where a GPU has it)."""
+    ("auto": fp32 on a CPU, 16 bit on a GPU; the reference takes fp32, and tf32 where a GPU has it); memory_gib: the
+    most that path portable may take on each GPU, weights included (None: what is free). Frames don't depend on it."""
 
     user_name: ClassVar[str] = "decode"
     path: DecodePath = "auto"
     precision: DecodePrecision = "auto"
+    memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.memory_gib
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < MOST_GIB):
+            raise RequestError(
+                f"{self.user_name} memory_gib = {shown(value)} must be a number of GiB above 0 and below {MOST_GIB}, "
+                "or be left out."
+            )

@@ -161,7 +161,8 @@ def _excerpt(frames: int, available: int) -> int:
 class Side:
     """One decode. seconds: of delivering all frames, warm; peak_bytes: the highest of each device meanwhile; added:
     what came on top of what an accelerator held before (None on a CPU, where a process gives memory back too late to
-    tell); error: why there is no result, in words."""
+    tell); error: why there is no result, in words; notes: what took over while it was decoded, if
+    something did."""
 
     name: str
     settings: DecodeSettings
@@ -174,6 +175,7 @@ class Side:
     raw: FrameFile | None = None
     video: Path | None = None
     error: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -185,7 +187,7 @@ class Side:
         return {
             "path": self.decoder.path if self.decoder else self.settings.path,
             "precision": self.decoder.precision if self.decoder else self.settings.precision,
-            "reason": self.reason,
+            "reason": "; ".join((self.reason, *self.notes)),
             "seconds": self.seconds,
             "frames_per_second": frames / self.seconds if self.seconds else None,
             "peak_bytes": self.peak_bytes,
@@ -291,6 +293,7 @@ class Comparison:
             for chunk in executor.decode(self.latents, side.settings, cancel):
                 frames = np.asarray(chunk.frames)
                 side.raw.append(frames)
+                side.notes += chunk.stats.notes
                 yield FramesReady(chunk.start, frames, self.frames)
         side.seconds, side.peak_bytes = stage.seconds, dict(stage.peaks)
         side.added = stage.peaks[before[0]] - before[1] if before else None

@@ -121,3 +121,8 @@ def decoder_menu(engine: Engine) -> list[tuple[str, str]]:
         (f"best here ({best})", BEST),
         *((f"{o.settings.path}, {o.settings.precision}", o.value) for o in engine.decoders()),
     ]
+
+
+def decoder_paths(engine: Engine) -> list[str]:
+    """The paths that this machine has, for a menu of paths alone."""
+    return list(dict.fromkeys(["auto", engine.preset.decode.path, *(o.settings.path for o in engine.decoders())]))

@@ -14,11 +14,11 @@ from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.record import LAST_FRAME
-from engine.settings import DecodePath, Precision
+from engine.settings import Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
 from engine.web import details, render, words
-from engine.web.compare_form import decoder_menu
+from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
 from engine.web.files import first_frame
 from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, unknown_words
@@ -101,7 +101,7 @@ class GenerateTab:
         fields["shift"] = gr.Number(start.shift, label="Shift of the noise schedule", minimum=0.01, step=0.5)
         fields["quality"] = gr.Dropdown(quality_menu(self.preset), value=start.quality, label="Quality of denoising")
         fields["precision"] = gr.Dropdown(list(get_args(Precision)), value=start.precision, label="Precision")
-        fields["decoder"] = gr.Dropdown(list(get_args(DecodePath)), value=start.decoder, label="Decoder")
+        fields["decoder"] = gr.Dropdown(decoder_paths(self.engine), value=start.decoder, label="Decoder")
 
     def _view(self) -> None:
         defaults = self.preset.defaults

@@ -8,7 +8,7 @@ its height nor on where it begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kernels.vae_decode.convolve import Convolver
 from kernels.vae_decode.state import State, beside
+from kernels.vae_decode.table import Route, Routes
 from kernels.vae_decode.winograd import COLUMNS, FRAMES, PHASES, Way, four_phases, nine_planes, tiles, transform_weight
 
 Write = Callable[[Tensor, Tensor, Tensor], None]  # buffer rows, input rows, history rows
@@ -24,13 +25,14 @@ Write = Callable[[Tensor, Tensor, Tensor], None]  # buffer rows, input rows, his
 
 @dataclass(frozen=True)
 class Kit:
-    """What layers compute with. passes: `passes` or `reference`; ways: the way of a 3 x 3 x 3 convolution from its
-    inputs, outputs and level."""
+    """What layers compute with. passes: `passes` or `reference`; convolver: for every layer but those whose route names
+    one of `others`; routes: see `table`."""
 
     passes: ModuleType
     convolver: Convolver
     dtype: torch.dtype
-    ways: Callable[[int, int, int], Way]
+    routes: Routes
+    others: Mapping[str, Convolver]
 
 
 def _gain(norm: nn.Module) -> Tensor:
@@ -53,14 +55,16 @@ class CausalConv:
     def __init__(self, name: str, module: nn.Module, norm: nn.Module | None, level: int, kit: Kit) -> None:
         self.name, self.kit = name, kit
         self.outputs, self.inputs = module.weight.shape[:2]
-        self.way: Way = "direct" if norm is None else kit.ways(self.inputs, self.outputs, level)
+        route = Route("direct") if norm is None else kit.routes(self.inputs, self.outputs, level)
+        self.way: Way = route.way
+        self.convolver = kit.others.get(route.by, kit.convolver)
         self.gain = None if norm is None else _gain(norm)
         self.weight, self.bias = transform_weight(module.weight.detach(), self.way, kit.dtype), _bias(module)
 
     @property
     def leaves_bias(self) -> bool:
         """Whether a call without residual leaves the bias to the pass that reads its output, which adds it for free."""
-        return self.way == "direct" and not self.kit.convolver.fuses
+        return self.way == "direct" and not self.convolver.fuses
 
     def __call__(
         self, x: Tensor, out: Tensor, state: State, residual: Tensor | None = None, before: Tensor | None = None
@@ -77,14 +81,14 @@ class CausalConv:
 
     def _direct(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
         t, _, w, c = x.shape
-        fuses = self.kit.convolver.fuses
+        fuses = self.convolver.fuses
         for rows, buffer in bands(self.name, x, lambda n: (t + 2, n, w, c), self._frames(before), state, self.outputs):
             target, beside = out[:, rows], _rows_of(residual, rows)
             if fuses or (residual is None and self.leaves_bias and self.gain is not None):
-                self.kit.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
+                self.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
                 continue
             y = torch.empty_like(target, memory_format=torch.contiguous_format)
-            self.kit.convolver.direct(buffer, self.weight, None, None, y, (0, 0))
+            self.convolver.direct(buffer, self.weight, None, None, y, (0, 0))
             self.kit.passes.add(target, y, self.bias, beside)
             del y  # before the next band's is made
 
@@ -93,7 +97,7 @@ class CausalConv:
         _, _, w, c = x.shape
         for rows, buffer in bands(self.name, x, lambda n: (3, n, w, c), self._frames(before), state, self.outputs):
             product = out.new_empty(1, 1, rows.stop - rows.start, w, self.outputs)
-            self.kit.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
+            self.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
             self.kit.passes.add(out[:, rows], product[0], self.bias, _rows_of(residual, rows))
             del product
 
@@ -107,7 +111,7 @@ class CausalConv:
 
         for rows, inputs in bands(self.name, x, lambda k: (phases, n, k, columns, c), write, state, self.outputs):
             products = out.new_empty(phases, n, rows.stop - rows.start, columns, self.outputs)
-            self.kit.convolver.phases(inputs, self.weight, products, (0, 0), pad)
+            self.convolver.phases(inputs, self.weight, products, (0, 0), pad)
             self.kit.passes.write_outputs(out[:, rows], products, self.bias, _rows_of(residual, rows))
             del products
 

@@ -11,7 +11,8 @@ decodes again in a wider type and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,7 @@ from kernels.vae_decode.convolve import Convolver, Cudnn
 from kernels.vae_decode.layers import CausalConv, Head, Kit, ResidualBlock, UpBlock
 from kernels.vae_decode.plan import PLANS, Level, Plan, peak
 from kernels.vae_decode.state import State
-from kernels.vae_decode.winograd import Way
-
-Ways = Callable[[int, int, int], Way]
-
-
-def direct(inputs: int, outputs: int, level: int) -> Way:
-    """Every convolution as it stands."""
-    return "direct"
+from kernels.vae_decode.table import Routes, direct
 
 
 class PortableDecoder:
@@ -40,16 +34,17 @@ class PortableDecoder:
         self,
         vae: nn.Module,
         dtype: torch.dtype,
-        ways: Ways = direct,
+        routes: Routes = direct,
         convolver: Convolver | None = None,
-        passes: object | None = None,
+        passes: Any = None,
+        others: Mapping[str, Convolver] | None = None,
     ) -> None:
-        """vae: a diffusers AutoencoderKLWan on the device that computes; ways: see `table`; passes: Triton's on a GPU,
-        plain PyTorch elsewhere, unless given."""
+        """vae: a diffusers AutoencoderKLWan on the device that computes; routes: see `table`; passes: Triton's on a
+        GPU, plain PyTorch elsewhere, unless given; others: convolvers that routes may name."""
         check_supported(vae)
         decoder = vae.decoder
         self.dtype, self.device = dtype, vae.post_quant_conv.weight.device
-        kit = Kit(passes or _passes(self.device), convolver or Cudnn(), dtype, ways)
+        kit = Kit(passes or passes_for(self.device), convolver or Cudnn(), dtype, routes, others or {})
         self.convolver = kit.convolver
         with torch.no_grad():
             self.post_quant = Pointwise(vae.post_quant_conv, dtype)
@@ -147,7 +142,7 @@ class PortableDecoder:
             yield from self._climb(self.levels[level](part, state), state, level + 1)
 
 
-def _passes(device: torch.device) -> object:
+def passes_for(device: torch.device) -> Any:
     """Triton's kernels on a GPU. A CPU never meets Triton, whatever TRITON_INTERPRET says."""
     if device.type != "cuda":
         return reference

@@ -1,0 +1,154 @@
+"""Which decoders a machine has, which one settings mean and why, and the fast ones with their weights prepared."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from engine.bands import Rows
+from engine.decode_plan import Choice, Plan
+from engine.errors import RequestError
+from engine.settings import DecodeSettings
+from kernels.choose import AUTO, Path, choose
+from kernels.launch import lack as triton_lack
+
+if TYPE_CHECKING:
+    from kernels.vae_decode.portable import PortableDecoder
+    from kernels.vae_decode.state import State
+
+log = logging.getLogger(__name__)
+
+# Why "auto" passes a decoder over that could run. Take one out when the device tests have passed and its frames and
+# figures are in kernels/vae_decode/benchmarks.md.
+HELD_BACK: dict[str, str] = {"portable": "no GPU has run it yet"}
+FAST = ("portable",)  # decoders whose passes end where tiles do
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What takes over where a precision overflows: the same range as fp32.
+WIDER = {"fp16": "bf16"}
+
+
+def paths(device: torch.device) -> tuple[Path, ...]:
+    """Every decoder, the most wanted first, with what it lacks on a device."""
+    about = "our decoder with fewer multiplications: cuDNN's convolutions, passes of our own"
+    return (
+        Path("portable", about, _portable_lack(device), HELD_BACK.get("portable")),
+        Path("plain", "our decoder in PyTorch operations"),
+        Path("reference", "the decoder of diffusers", held_back="it is what the others are measured against"),
+    )
+
+
+def _portable_lack(device: torch.device) -> str | None:
+    missing = triton_lack(device)
+    if missing is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an NVIDIA GPU of 2020 or later"
+    return missing
+
+
+def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
+    """Which path and precision these settings mean on a device, and why. RequestError where there is no such path."""
+    device = torch.device(device)
+    chosen = choose("decode path", paths(device), settings.path)
+    why = chosen.reason if settings.path == AUTO else "asked for"
+    if chosen.path == "reference":
+        return _explain_reference(settings.precision, device)
+    if settings.precision == "tf32":
+        raise RequestError("Only the reference decodes in tf32; choose path reference, or bf16, fp16 or fp32.")
+    if settings.precision != AUTO:
+        return Choice(chosen.path, settings.precision, f"{why}; {settings.precision} was asked for")
+    return Choice(chosen.path, *_auto_precision(chosen.path, device, why))
+
+
+def _explain_reference(precision: str, device: torch.device) -> Choice:
+    if precision in ("auto", "fp32"):
+        return Choice("reference", "fp32", "asked for: the decoder of diffusers in strict fp32")
+    if precision != "tf32":
+        raise RequestError(f"The reference decodes in fp32 only, not in {precision}; choose fp32 or path plain.")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        raise RequestError(f"{device} has no tf32: that needs an NVIDIA GPU of 2020 or later; choose precision fp32.")
+    return Choice("reference", "tf32", "asked for: the decoder of diffusers as PyTorch runs it, tf32 in convolutions")
+
+
+def _auto_precision(path: str, device: torch.device, why: str) -> tuple[str, str]:
+    if device.type != "cuda":
+        return "fp32", f"{why}; fp32 because 16 bits gain nothing on {device.type}"
+    if path in FAST:
+        return "fp16", f"{why}; fp16 because it takes fewer multiplications and is nearer to fp32 than bf16 is"
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return "bf16", f"{why}; bf16 because it cannot overflow and this GPU multiplies it at full speed"
+    return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
+
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, str], PortableDecoder]] = weakref.WeakKeyDictionary()
+
+
+def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
+    """The decoder of a choice with its weights transformed; the last one of each VAE is kept for the next video."""
+    from kernels.vae_decode.portable import PortableDecoder
+    from kernels.vae_decode.table import routes
+
+    key = (choice.path, choice.precision)
+    kept = _prepared.get(vae)
+    if kept is None or kept[0] != key:
+        _prepared.pop(vae, None)
+        device = vae.post_quant_conv.weight.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        kept = (key, PortableDecoder(vae, DTYPES[choice.precision], routes(name, choice.precision, choice.path)))
+        _prepared[vae] = kept
+    return kept[1]
+
+
+def forget(vae: nn.Module) -> None:
+    """Give back what was prepared of a VAE; nothing happens where nothing was."""
+    _prepared.pop(vae, None)
+
+
+def start(
+    decoder: PortableDecoder, height: int, width: int, memory_gib: float | None, rows: Rows, smaller: int = 0
+) -> State:
+    """A request's state, cut to fit: `memory_gib`, and on one GPU what is free there. smaller: plans to pass over.
+
+    height, width: of our rows of the latents. ResourceError where nothing fits. Devices that share a frame must cut
+    alike, so what is free on one of them does not count.
+    """
+    from kernels.vae_decode.plan import GIB, PLANS, choose
+
+    plans = PLANS[smaller:]
+    peaks = [decoder.peak(plan, height, width) for plan in plans]
+    limit = None if memory_gib is None else int(memory_gib * GIB)
+    free = None if rows.halo or decoder.device.type != "cuda" else _free(decoder.device) + decoder.weight_bytes
+    index = choose(peaks, limit, free)
+    log.info("decode: %s, at most %.1f GiB", plans[index], peaks[index] / GIB)
+    return decoder.start(plans[index], rows)
+
+
+def instead(plan: Plan, state: State | None, failure: Exception) -> tuple[Plan, int]:
+    """What to try after a failure: the plan with a note, and how many ways to cut the work to pass over.
+
+    Raises the failure where nothing is left to try.
+    """
+    from kernels.vae_decode.plan import PLANS
+
+    wider = WIDER.get(plan.choice.precision)
+    if state is None:
+        raise failure
+    if isinstance(failure, torch.OutOfMemoryError):
+        smaller = PLANS.index(state.plan) + 1
+        if smaller == len(PLANS):
+            raise failure
+        torch.cuda.empty_cache()
+        return plan.noted(f"The GPU ran out of memory in {state.plan}; decoding goes on in smaller pieces."), smaller
+    if wider is None:
+        raise failure
+    note = f"{plan.choice.precision} overflowed at frame {failure.start}; decoding goes on in {wider}."
+    choice = plan.choice._replace(precision=wider, reason=f"{plan.choice.reason}; {note}")
+    return plan.noted(note, choice), 0
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that PyTorch can still take on a GPU, with those that it holds unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,0 +1,160 @@
+"""The portable path behind the engine: where it shows up, what it refuses, and how it goes on after a failure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine import decode_paths
+from engine.decode import decode, float_frames
+from engine.decode_paths import HELD_BACK, explain
+from engine.errors import NotFiniteError, RequestError, ResourceError
+from engine.settings import DecodeSettings
+from kernels.vae_decode.plan import PLANS
+from kernels.vae_decode.portable import PortableDecoder
+from tests.engine.wan_vae import normal_latents, small_vae, theirs
+
+PORTABLE = DecodeSettings(path="portable", precision="fp32")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A machine that has the portable path: this one, with plain PyTorch in the place of the passes."""
+    monkeypatch.setattr(decode_paths, "_portable_lack", lambda device: None)
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return small_vae()
+
+
+def to_bytes(frames):
+    return torch.round(255 * (frames / 2 + 0.5).clamp(0, 1)).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def levels(got, wanted):
+    return np.abs(got.astype(int) - wanted.astype(int)).max()
+
+
+@pytest.mark.parametrize(
+    "passes, starts", [((1, 4), [0, 1, 17]), ((9,), [0]), ((2, 3, 4), [0, 17]), ((1,), [0, 1, 17])]
+)
+def test_chunks_are_the_frames_of_diffusers_and_end_where_tiles_do(here, vae, passes, starts):
+    chunks = [(c.start, c.frames.copy(), c.stats) for c in decode(vae, normal_latents(9), PORTABLE, passes=passes)]
+    assert [start for start, _, _ in chunks] == starts
+    assert levels(np.concatenate([frames for _, frames, _ in chunks]), to_bytes(theirs(vae, normal_latents(9)))) <= 1
+    assert {(s.path, s.precision, s.notes) for _, _, s in chunks} == {("portable", "fp32", ())}
+
+
+def test_float_frames_equal_diffusers(here, vae):
+    got = torch.cat(list(float_frames(vae, normal_latents(6), PORTABLE)))
+    assert (got - theirs(vae, normal_latents(6))).abs().max() < 1e-5
+
+
+def test_prepared_weights_are_kept_for_the_next_video_and_given_back(here):
+    vae = small_vae()
+    for settings, same in ((PORTABLE, True), (DecodeSettings("portable", "fp16"), False)):
+        next(decode(vae, normal_latents(1, 2, 2), PORTABLE))
+        before = decode_paths._prepared[vae][1]
+        next(decode(vae, normal_latents(1, 2, 2), settings))
+        assert (decode_paths._prepared[vae][1] is before) == same
+    next(decode(vae, normal_latents(1, 2, 2), DecodeSettings("plain")))
+    assert vae not in decode_paths._prepared
+
+
+def test_too_little_memory_is_refused_before_anything_runs(here, vae):
+    settings = DecodeSettings("portable", "fp32", memory_gib=0.01)
+    with pytest.raises(ResourceError, match=r"needs at least 0\.\d GiB, memory_gib allows 0\.0 GiB"):
+        decode(vae, normal_latents(1), settings)
+
+
+def test_memory_picks_the_plan(here, vae, caplog):
+    caplog.set_level("INFO", "engine.decode_paths")
+    full = [PortableDecoder(vae, torch.float32).peak(plan, 44, 78) / 2**30 for plan in PLANS]
+    for memory, plan in ((None, PLANS[0]), (full[0], PLANS[0]), (full[1], PLANS[1]), (full[-1], PLANS[-1])):
+        decode(vae, normal_latents(1, 44, 78), DecodeSettings("portable", "fp32", memory))
+        assert str(plan) in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e9, True, "8", [8]], ids=repr)
+def test_memory_that_is_none_is_refused(value):
+    with pytest.raises(RequestError, match=r"decode memory_gib = .* above 0"):
+        DecodeSettings(memory_gib=value)
+
+
+def failing(monkeypatch, when, error):
+    """Make the decoder raise in the second pass, while `when(decoder, state)`."""
+    frames = PortableDecoder.frames
+
+    def broken(self, latents, state):
+        if state.latents == 1 and when(self, state):
+            raise error
+        return frames(self, latents, state)
+
+    monkeypatch.setattr(PortableDecoder, "frames", broken)
+
+
+def test_out_of_memory_goes_on_in_smaller_pieces_and_says_so(here, vae, monkeypatch):
+    wanted = [chunk.frames.copy() for chunk in decode(vae, normal_latents(9), PORTABLE)]
+    failing(monkeypatch, lambda decoder, state: state.plan in PLANS[:2], torch.OutOfMemoryError("CUDA out of memory"))
+    got, kept = [], []
+    for chunk in decode(vae, normal_latents(9), PORTABLE):
+        got.append((chunk.start, chunk.frames.copy(), chunk.stats.notes))
+        kept.append((chunk.frames, chunk.frames.copy()))
+        assert all(np.array_equal(view, copy) for view, copy in kept[-2:])
+    assert [start for start, _, _ in got] == [0, 1, 17]
+    assert all(levels(frames, right) <= 1 for (_, frames, _), right in zip(got, wanted, strict=True))
+    assert [len(notes) for _, _, notes in got] == [0, 2, 0]
+    assert all("out of memory" in note and size in note for note, size in zip(got[1][2], ("1024", "512"), strict=True))
+
+
+def test_out_of_memory_in_the_smallest_pieces_is_an_error(here, vae, monkeypatch):
+    failing(monkeypatch, lambda decoder, state: True, torch.OutOfMemoryError("CUDA out of memory"))
+    run = decode(vae, normal_latents(5), PORTABLE)
+    next(run)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(run)
+
+
+def test_fp16_that_overflows_goes_on_in_bf16_and_says_so(here):
+    vae = small_vae()
+    vae.decoder.mid_block.resnets[0].conv2.weight.mul_(1e5)
+    chunks = list(decode(vae, normal_latents(5), DecodeSettings("portable", "fp16")))
+    assert [chunk.start for chunk in chunks] == [0, 1]
+    assert {chunk.stats.precision for chunk in chunks} == {"bf16"}
+    assert [len(chunk.stats.notes) for chunk in chunks] == [1, 0]
+    assert "fp16 overflowed at frame 0" in chunks[0].stats.notes[0]
+    with pytest.raises(NotFiniteError):
+        list(float_frames(vae, normal_latents(5), DecodeSettings("portable", "fp16")))
+
+
+def test_what_is_wider_and_still_not_finite_is_an_error(here):
+    vae = small_vae()
+    vae.decoder.mid_block.resnets[0].conv2.weight.fill_(float("nan"))
+    for precision in ("fp16", "bf16", "fp32"):
+        with pytest.raises(NotFiniteError, match="not finite"):
+            next(decode(vae, normal_latents(1, 2, 2), DecodeSettings("portable", precision)))
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_a_cpu_has_no_portable_path(monkeypatch, interpret):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(RequestError, match=r"'portable' can't run here: .*NVIDIA GPU.* auto, plain, reference"):
+        explain(DecodeSettings("portable"), "cpu")
+    assert explain(DecodeSettings(), "cpu").path == "plain"
+
+
+def test_on_a_gpu_it_is_there_and_auto_passes_it_over_until_it_was_proven(monkeypatch):
+    monkeypatch.setattr(decode_paths, "triton_lack", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert explain(DecodeSettings("portable"), "cuda:0")[:2] == ("portable", "fp16")
+    assert explain(DecodeSettings("portable", "bf16"), "cuda:0")[:2] == ("portable", "bf16")
+    choice = explain(DecodeSettings(), "cuda:0")
+    assert choice.path == "plain" and "not portable: no GPU has run it yet" in choice.reason
+    monkeypatch.setitem(HELD_BACK, "portable", None)
+    assert explain(DecodeSettings(), "cuda:0")[:2] == ("portable", "fp16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert explain(DecodeSettings(), "cuda:0").path == "plain"
+    with pytest.raises(RequestError, match="2020 or later"):
+        explain(DecodeSettings("portable"), "cuda:0")
