@@ -15,6 +15,8 @@ OF_DENOISE = {
     "attention": "--attention",
     "fused_kernels": "--fused-kernels",
 }
+# Where weights lie and what is shown on the way change no byte of a video.
+WITHOUT_EFFECT = ("offload", "preview")
 OF_DECODE = {"path": "--decode-path", "precision": "--decode-precision"}
 
 
@@ -65,7 +67,6 @@ def card(request: Request, stats: Mapping[str, Any]) -> str:
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "VAE": _hash(stats.get("vae_sha256")),
         "Latents": _hash(stats.get("latents_sha256")),
-        "Again": command(request),
     }
     return "\n".join(f"{name}: {text}" for name, text in lines.items() if text)
 

@@ -98,7 +98,7 @@ def test_a_video_plays_while_it_is_made_and_then_once_more(served, open_page, tm
     download.value.save_as(tmp_path / "a.mp4")
     assert probe(tmp_path / "a.mp4").frames == 97
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.locator("summary").click()
+    page.get_by_text("Make it again").click()
     page.get_by_role("button", name="Copy as JSON").click()
     says(page, "Copied")
     assert json.loads(page.evaluate("navigator.clipboard.readText()"))["prompt"] == PROMPT
@@ -128,7 +128,7 @@ def test_stop_keeps_what_is_there_and_no_text_becomes_code(served, open_page):
     assert state.status == "stopped" and 0 < probe(state.video).frames < 241
     assert page.evaluate(f"{VIDEO}.readyState") > 0
     page.wait_for_selector("#go button:has-text('Stop'):disabled")
-    page.get_by_text("Settings", exact=True).first.click()
+    page.get_by_text("Make it again").click()
     says(page, "Copy as JSON")
     assert page.evaluate("window.hacked") is None
 
@@ -191,3 +191,35 @@ def test_a_phone_shows_everything_without_scrolling_sideways(served, open_page, 
     assert sideways(page) == 0
     page.screenshot(path=tmp_path / "phone.png", full_page=True)
     assert Path(tmp_path / "phone.png").stat().st_size > 10_000
+
+
+def test_previews_show_while_denoising_and_charts_stay(served, open_page):
+    served.engine.pace = Pace(step=0.7, previews=True)
+    page = open_page()
+    fill(page, seconds=1)
+    generate(page)
+    picture = page.locator(".canvas.preview img")
+    picture.wait_for()
+    says(page, "Preview, step ")
+    page.wait_for_function("document.querySelector('.canvas.preview img')?.naturalWidth > 0")
+    assert page.locator(".charts svg.lane").count() == 2
+    served.engine.pace.step = 0.0
+    says(page, "Done in")
+    assert picture.count() == 0 and page.locator(".charts svg").count() == 4
+    assert page.get_by_role("img", name="Time by stage").is_visible()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_text("Make it again").click()
+    page.get_by_role("button", name="Copy the command").click()
+    says(page, "Copied")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("python -m engine --preset tiny --height 256")
+    assert sideways(page) == 0
+
+
+def test_the_builder_writes_into_the_prompt_and_slips_of_json_are_pointed_at(open_page):
+    page = open_page()
+    page.get_by_text("Compose", exact=True).click()
+    page.get_by_label("Prompt", exact=True).fill('{"events": [1,}')
+    says(page, "line 1, column 15")
+    page.get_by_role("button", name="Write it into the prompt").click()
+    page.wait_for_function("document.querySelector('#form textarea').value.startsWith('a red circle moves right on')")
+    says(page, "12 of 1,536 tokens")

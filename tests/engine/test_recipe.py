@@ -73,10 +73,16 @@ def test_the_card_names_all_that_the_bytes_depend_on():
     assert lines["Fused kernels"] == "off (no GPU)"
     assert lines["Decode"] == "plain, fp32 (the fastest path that is here)"
     assert (lines["VAE"], lines["Latents"]) == (f"sha256 {'a' * 64}", f"sha256 {'b' * 64}")
-    assert "torch 2.13" in lines["Versions"] and lines["Again"] == recipe.command(request)
+    assert "torch 2.13" in lines["Versions"]
     assert "Negative prompt" not in lines and "First frame" not in lines
 
 
 def test_a_job_that_ended_early_has_a_card_of_what_is_known():
     text = recipe.card(TINY.request(prompt="a"), {})
     assert "Prompt: a" in text and "sha256" not in text and recipe.paths({}) == []
+
+
+def test_no_setting_is_forgotten():
+    named = {field.name for field in dataclasses.fields(DenoiseSettings)}
+    assert named == {*recipe.OF_DENOISE, *recipe.WITHOUT_EFFECT}
+    assert {field.name for field in dataclasses.fields(DecodeSettings)} == {*recipe.OF_DECODE}
