@@ -28,6 +28,7 @@ from engine.engine import Engine, Readiness
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
 from engine.events import Event, FramesReady, PreviewReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.latents import save_latents
 from engine.preset import Preset
@@ -268,11 +269,11 @@ class Served:
 
 
 @contextmanager
-def serve(engine: Double, outputs: Path, **settings: Any) -> Iterator[Served]:
+def serve(engine: Double, outputs: Path, keep: Keep | None = None, **settings: Any) -> Iterator[Served]:
     """The real page over an engine, on a free port, until the block is left. settings: fields of `Hosting`."""
     listener = socket.create_server(("127.0.0.1", 0))
     hosting = Hosting(port=listener.getsockname()[1], **settings)
-    jobs = Jobs(engine, outputs, limits=hosting.queue_limits(), visitor=visitor)
+    jobs = Jobs(engine, outputs, keep, limits=hosting.queue_limits(), visitor=visitor)
     page = app.server(engine, jobs, hosting)
     config = uvicorn.Config(page, log_level="warning", timeout_graceful_shutdown=1, proxy_headers=False)
     server = uvicorn.Server(config)
