@@ -1,0 +1,89 @@
+"""The rehearsal on a CPU: the same code as at full size, and that its random model is alive at any depth."""
+
+import json
+
+import pytest
+import torch
+
+from engine import rehearsal, rehearse
+from engine.errors import EngineError, RequestError
+from engine.fp8 import Fp8Linear
+from engine.rehearsal import FULL, SMALL, random_transformer
+
+CPU = torch.device("cpu")
+
+
+def run(capsys, *arguments):
+    code = rehearse.main(["--small", "--steps", "2", "--shards", "1", *arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("more", [[], ["--precision", "fp8", "--offload", "blocks", "--quality", "draft"]], ids=str)
+def test_everything_runs_and_the_last_line_is_json(capsys, more):
+    code, lines = run(capsys, *more)
+    assert code == 0
+    found = json.loads(lines[-1])
+    assert (found["bench"], found["frames"], found["height"], found["width"]) == ("rehearsal", 9, 64, 96)
+    assert len(found["steps"]) == 2 and found["seconds_50_steps"] == 50 * found["seconds_per_step"]
+    assert {"build", "modulations", "denoise", "decode", "load shards"} <= set(found["stages"])
+    assert all(stage["peak_bytes"]["host"] > 0 for stage in found["stages"].values())
+    assert found["file"].endswith("KiB") and found["load_bytes_per_second"] > 0
+    assert 0.3 < found["velocity_deviation"] < 3 and found["branches_apart"] > 0.01
+
+
+def test_the_residual_stream_stays_sane_over_the_released_depth():
+    model = random_transformer(SMALL.config, CPU, torch.float32)
+    assert len(model.transformer_blocks) == 44
+    seen = []
+    for block in model.transformer_blocks:
+        block.register_forward_hook(lambda module, given, out: seen.append((given[0], out[0])))
+    c = SMALL.config
+    draw = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, c.in_channels, 3, 4, 6, generator=draw)
+    text = torch.randn(1, 7, c.text_embed_dim, generator=draw)
+    model(hidden, torch.tensor([500.0]), text)
+    changes = [float((out - given).norm() / given.norm()) for given, out in seen]
+    assert min(changes) > 0.01, "no block is the identity"
+    assert all(0.1 < float(out.std()) < 30 for _, out in seen)
+
+
+def test_weights_are_those_of_the_release_and_one_modulation_serves_all():
+    model = random_transformer(SMALL.config, CPU, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".norm1.linear." in name else torch.bfloat16), name
+        assert parameter.isfinite().all() and parameter.float().std() > 0, name
+    assert len({block.norm1.linear.weight.data_ptr() for block in model.transformer_blocks}) == 1
+    first, second = (block.attn.to_q.weight for block in model.transformer_blocks[:2])
+    assert not torch.equal(first, second)
+
+
+def test_fp8_takes_the_inner_blocks():
+    model = rehearsal.fp8.convert(random_transformer(SMALL.config, CPU, torch.bfloat16))
+    inside = [any(isinstance(layer, Fp8Linear) for layer in block.modules()) for block in model.transformer_blocks]
+    assert inside == [False, *[True] * 42, False]
+
+
+def test_the_full_scene_is_the_published_one():
+    assert FULL.latents == (48, 31, 44, 78) and FULL.config.num_layers == 44
+    assert rehearsal.video_tokens(FULL.frames, FULL.height, FULL.width) == 26_598
+
+
+def test_a_dead_model_is_found_out(monkeypatch, tmp_path):
+    def dead(config, device, dtype):
+        model = random_transformer(config, device, dtype)
+        model.proj_out.weight.zero_()
+        return model
+
+    monkeypatch.setattr(rehearsal, "random_transformer", dead)
+    with pytest.raises(EngineError, match=r"The rehearsal failed: it gave velocities with a deviation of"):
+        rehearsal.rehearse(SMALL, "cpu", rehearsal.DenoiseSettings(), folder=tmp_path)
+
+
+def test_bad_sizes_and_missing_packages_are_said(monkeypatch, capsys):
+    with pytest.raises(RequestError, match="frames must be 4n"):
+        FULL.changed(frames=120)
+    with pytest.raises(RequestError, match="shards = 45 must lie between 0 and 44"):
+        FULL.changed(shards=45)
+    monkeypatch.setitem(rehearse.NEEDED, "no_such_module", "no-such-package")
+    assert rehearse.main(["--small"]) == 1
+    assert "needs no-such-package" in capsys.readouterr().err
