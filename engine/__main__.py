@@ -32,9 +32,20 @@ from engine.events import (
     VideoFinished,
     Warned,
 )
+from engine.executor import choose_device
+from engine.placement import survey
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
-from engine.settings import Attention, AutoSwitch, DecodePath, DecodeSettings, DenoiseSettings, Precision, Quality
+from engine.settings import (
+    Attention,
+    AutoSwitch,
+    DecodePath,
+    DecodeSettings,
+    DenoiseSettings,
+    Offload,
+    Precision,
+    Quality,
+)
 from engine.shapes import frames_of_seconds
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
@@ -48,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         epilog='Other commands: "python -m engine compare --help" and "python -m engine decode --help". A video of '
         "such a word alone: python -m engine -- compare",
     )
-    parser.add_argument("prompt", help="what the video shows, what happens when, how the camera moves")
+    parser.add_argument(
+        "prompt", nargs="?", default="", help="what the video shows, what happens when, how the camera moves"
+    )
     _add_model(parser)
     video = parser.add_argument_group("video")
     video.add_argument("--negative", metavar="TEXT", help="what the video should not show")
@@ -64,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     video.add_argument("--shift", type=float)
     how = _add_how(parser)
     how.add_argument("--precision", help=f"of the transformer: {', '.join(get_args(Precision))}")
+    how.add_argument("--offload", help=f"of the transformer's blocks to the host: {', '.join(get_args(Offload))}")
+    how.add_argument("--plan", action="store_true", help="print where everything would go, load nothing, and exit")
     how.add_argument("--quality", help=f"of the denoising: {', '.join(get_args(Quality))} (faster)")
     how.add_argument("--attention", help=f"of the transformer: {', '.join(get_args(Attention))}")
     how.add_argument("--fused-kernels", help=", ".join(get_args(AutoSwitch)))
@@ -122,7 +137,9 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
 
 def denoise_settings(arguments: argparse.Namespace, preset: Preset) -> DenoiseSettings:
     """How to denoise: the preset's settings but for what the arguments say, and without pictures on the way."""
-    given = {name: getattr(arguments, name) for name in ("precision", "quality", "attention", "fused_kernels")}
+    given = {
+        name: getattr(arguments, name) for name in ("precision", "quality", "offload", "attention", "fused_kernels")
+    }
     given = {name: value for name, value in given.items() if value}
     return dataclasses.replace(preset.denoise, preview="off", **given)
 
@@ -193,6 +210,13 @@ def run(events: Iterator[Event]) -> VideoFinished:
             progress.bar.close()
     assert isinstance(event, VideoFinished)
     return event
+
+
+def plan(arguments: argparse.Namespace) -> str:
+    """Where everything would go on this machine for what the arguments ask for."""
+    preset = preset_from_environment(arguments.preset, arguments.checkpoint)
+    lines = survey(preset.checkpoint, make_request(arguments, preset), choose_device(arguments.device))
+    return json.dumps(lines, ensure_ascii=False) if arguments.json else "\n".join(f"{k}: {v}" for k, v in lines.items())
 
 
 def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
@@ -273,6 +297,9 @@ def main(arguments: list[str] | None = None) -> int:
     cancel = threading.Event()
     _stop_on_signals(cancel)
     try:
+        if not command and given.plan:
+            print(plan(given))
+            return 0
         if command == "compare":
             stats = compare_cli.compare(given, cancel, Progress().show)
         else:

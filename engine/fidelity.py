@@ -51,7 +51,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: of all steps, on a CPU of its own work; last: the last of them; kept: latents that went into some steps, by step."""
+    """seconds: of all steps, on a CPU of its own work; last: the last step; kept: what went into some, by step."""
 
     seconds: float
     last: Step

@@ -49,6 +49,20 @@ def resolve(checkpoint: str, progress: Progress | None = None) -> Path:
     return _check_parts(_fetch(checkpoint, progress))
 
 
+def local(checkpoint: str) -> Path | None:
+    """The folder of a checkpoint that is on this machine as a whole, None if it would have to be downloaded."""
+    import huggingface_hub
+
+    if Path(checkpoint).expanduser().is_dir() or not REPOSITORY.fullmatch(checkpoint):
+        return resolve(checkpoint)
+    try:
+        return _check_parts(
+            Path(huggingface_hub.snapshot_download(checkpoint, allow_patterns=list(PATTERNS), local_files_only=True))
+        )
+    except (huggingface_hub.errors.LocalEntryNotFoundError, CheckpointError):
+        return None
+
+
 def _check_folder(folder: Path) -> Path:
     _check_parts(folder)
     listed = [path for path in _listed(folder) if os.path.isfile(path)]

@@ -90,6 +90,30 @@ def describe(folder: Path | str) -> Description:
     return Description(folder, transformer, vae, text)
 
 
+def released() -> Description:
+    """The release by its published numbers, for as long as its files are not here: 29.2 B parameters, a text encoder of
+    7.94 B less the two layers that are never loaded, Wan 2.2's VAE."""
+    config = MMDiTConfig()
+    mapped = config.num_layers * 6 * config.dim * (config.dim + 1)
+    sizes = {"transformer": 29_201_996_992, "vae": 704_700_000, "text_encoder": 7_510_000_000}
+    configs = {"transformer": vars(config), "vae": {"decoder_base_dim": 256, "base_dim": 160}, "text_encoder": {}}
+    parts = [
+        Part(
+            name=name,
+            kind=CLASSES.get(name, "Qwen3_5TextModel"),
+            parameters=parameters,
+            bytes=0,
+            dtypes={},
+            files=0,
+            resident=parameters - (mapped if name == "transformer" else 0),
+            mapped=4 * mapped if name == "transformer" else 0,
+            config=configs[name],
+        )
+        for name, parameters in sizes.items()
+    ]
+    return Description(Path("IFM/PAN2"), *parts)
+
+
 def _part(folder: Path, name: str, config: dict[str, Any], plan: Plan) -> Part:
     stored = list_tensors(folder / name)
     live = text_entries(folder / name, stored, config["num_hidden_layers"]) if name == "text_encoder" else stored

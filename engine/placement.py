@@ -17,12 +17,13 @@ import torch
 from engine import fp8
 from engine.compare import Decoder
 from engine.decode_cost import DecodeCosts
-from engine.errors import RequestError, ResourceError
+from engine.errors import CheckpointError, RequestError, ResourceError
 from engine.estimate import denoise_bytes
+from engine.hub import local
 from engine.memory import TOO_LARGE, free_memory, in_words
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.offload import SLOTS, nbytes, streamed
-from engine.parts import Description
+from engine.parts import Description, describe, released
 from engine.request import Request
 from engine.settings import DenoiseSettings
 from engine.shapes import latent_shape, video_tokens
@@ -142,6 +143,24 @@ def place(info: Description, request: Request, machine: Machine) -> Placement:
     raise ResourceError(_shortfall(refused, request, machine))
 
 
+def survey(checkpoint: str, request: Request, device: torch.device) -> dict[str, str]:
+    """The plan for a request on this machine as text, without loading or downloading anything. Errors as of `place`;
+    CheckpointError for a checkpoint that is not here and whose sizes are not known."""
+    folder = local(checkpoint)
+    if folder is None and checkpoint != str(released().folder):
+        raise CheckpointError(
+            f"{checkpoint} is not on this machine yet, so its sizes are not known. Download it first."
+        )
+    info = released() if folder is None else describe(folder)
+    lines = place(info, request, Machine.here(device)).lines()
+    note = {"Note": f"{checkpoint} is not on this machine yet; its sizes are the published ones"} if not folder else {}
+    return {"Request": _size(request)} | lines | note
+
+
+def _size(request: Request) -> str:
+    return f"{request.frames} frames of {request.width} x {request.height}"
+
+
 def _precisions(settings: DenoiseSettings, machine: Machine) -> Iterator[tuple[str, str]]:
     """Precisions to try, with a reason."""
     if settings.precision == "fp8" and machine.without_fp8:
@@ -225,7 +244,6 @@ def _because(found: Placement, refused: list[Placement]) -> str:
 def _shortfall(refused: list[Placement], request: Request, machine: Machine) -> str:
     """One sentence, of the placement that comes nearest, and what to do."""
     near = min(refused, key=lambda p: max(p.lack_device, 0) + max(p.lack_host, 0))
-    size = f"{request.frames} frames of {request.width} x {request.height}"
     parts = []
     if near.lack_device > 0:
         parts.append(_missing(machine.device, max(near.stages.values()), machine.free, near.lack_device))
@@ -233,10 +251,10 @@ def _shortfall(refused: list[Placement], request: Request, machine: Machine) -> 
         parts.append(_missing("host", near.host, machine.host, near.lack_host))
     stage = max(near.stages, key=lambda name: near.stages[name])
     how = f"{near.precision}{', blocks streamed' if near.stream else ''}, text encoder {near.text}"
+    advice = TOO_LARGE.get(machine.device, "Use a device with more memory.")
     return (
-        f"{size} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is needed for "
-        f"{stage}). {TOO_LARGE.get(machine.device, 'Use a device with more memory.')} A preset of a smaller size or "
-        "fewer frames needs less."
+        f"{_size(request)} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is "
+        f"needed for {stage}). {advice} A preset of a smaller size or fewer frames needs less."
     )
 
 

@@ -325,3 +325,10 @@ def test_a_repository_without_the_parts_is_refused(local_hub):
 
 def test_a_repository_that_the_hub_does_not_know_is_refused(local_hub):
     assert "nobody/nothing" in refused("nobody/nothing")
+
+
+def test_local_finds_what_is_here_and_downloads_nothing(toy_checkpoint, monkeypatch, tmp_path):
+    assert hub.local(str(toy_checkpoint)) == toy_checkpoint
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert hub.local("someone/elsewhere") is None

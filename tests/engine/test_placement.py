@@ -1,31 +1,24 @@
 """The memory plan, on machines that are not here and the real configuration, which has no weights here either."""
 
-from pathlib import Path
+import json
 
 import pytest
+import torch
 
-from engine.errors import RequestError, ResourceError
-from engine.mmdit import MMDiTConfig
-from engine.parts import Description, Part, describe
-from engine.placement import Machine, place, weigh
+from engine import placement
+from engine.__main__ import main
+from engine.errors import CheckpointError, RequestError, ResourceError
+from engine.parts import describe, released
+from engine.placement import Machine, place, survey, weigh
 from engine.preset import load_preset
 from engine.settings import DenoiseSettings
 
 GIB = 2**30
-MAPPED = 44 * (24576 * 4096 + 24576) * 4
-VAE_CONFIG = {"decoder_base_dim": 256, "base_dim": 160}
-
-
-def part(name, parameters, mapped=0, **config):
-    return Part(name, name, parameters, 0, {}, 1, parameters, mapped, config)
 
 
 @pytest.fixture(scope="module")
 def pan2():
-    """The release by its published numbers: 29.2 B parameters, a text encoder of 7.94 B less two layers, the VAE."""
-    config = vars(MMDiTConfig())
-    transformer = part("transformer", 29_201_996_992 - MAPPED // 4, MAPPED, **config)
-    return Description(Path("pan2"), transformer, part("vae", 704_700_000, **VAE_CONFIG), part("text", 7_510_000_000))
+    return released()
 
 
 def request(frames=121, height=704, width=1248, **settings):
@@ -123,3 +116,21 @@ def sum_of_blocks(info):
     inner, context = (int(dim * config[name]) for name in ("mlp_ratio", "context_mlp_ratio"))
     linear = 8 * (dim * dim + dim) + sum(2 * dim * width + width + dim for width in (inner, context))
     return 4 * config["num_layers"] * (linear + 4 * config["attention_head_dim"])
+
+
+def test_a_survey_loads_nothing_and_says_where_its_numbers_come_from(monkeypatch):
+    monkeypatch.setattr(placement, "local", lambda checkpoint: None)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: gpu(141)))
+    lines = survey("IFM/PAN2", request(), torch.device("cuda:0"))
+    assert lines["Request"] == "121 frames of 1248 x 704"
+    assert "published" in lines["Note"] and lines["Placement"].startswith("bf16: as released")
+    with pytest.raises(CheckpointError, match="someone/else is not on this machine yet"):
+        survey("someone/else", request(), torch.device("cuda:0"))
+
+
+def test_the_command_line_prints_the_plan(capsys):
+    assert main(["--plan", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert lines["Placement"].startswith("fp32") and "were free" in lines["Memory planned"] and "Note" not in lines
+    assert main(["--plan", "--precision", "fp8"]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().err
