@@ -122,7 +122,7 @@ def joint_attention(
     """As `JointAttention.forward`."""
     n = x.shape[1]
     qkv = joint_qkv(attn, x, c, text_out)
-    norms = Norms(*(n.weight for n in (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)))
+    norms = Norms(*(norm.weight for norm in (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)))
     qk_norm_rope(qkv[:, :n], qkv[:, n:], norms, rope, BLOCK_EPS, out=qkv, text_queries=text_out)
     q, k, v = qkv.unbind(2)
     y = attend(q if text_out else q[:, :n], k, v, attn.backend)

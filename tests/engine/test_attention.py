@@ -101,6 +101,17 @@ def test_a_backend_that_fails_its_trial_is_passed_over_with_the_reason(monkeypat
         choose_attention("flash", CPU, shape)
 
 
+def test_a_device_too_full_for_the_large_trial_does_not_condemn_a_backend(monkeypatch, caplog):
+    def full_when_large(q, k, v, backend=None):
+        if backend != "math" and k.shape[1] > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return by_hand(q, k, v).float()
+
+    monkeypatch.setattr(attention, "attend", full_when_large)
+    assert choose_attention("auto", CPU, SHAPE._replace(tokens=400)).path == "flash"
+    assert "flash was not tried with 400 tokens" in caplog.text
+
+
 def test_pytorchs_own_reason_is_quoted():
     warned = ["Flash attention kernel not used because:", "head_dim should be 8. (Triggered internally at x.cpp:1.)"]
     assert attention._words("flash", RuntimeError("No available kernel."), warned) == "head_dim should be 8"
