@@ -106,7 +106,9 @@ def _add_how(parser: argparse.ArgumentParser) -> Any:
     how = parser.add_argument_group("how")
     how.add_argument("--decode-path", help=", ".join(get_args(DecodePath)))
     how.add_argument("--decode-precision", help="auto, fp32, bf16, fp16")
-    how.add_argument("--memory-gib", type=float, metavar="GIB", help="the most that decode path portable may take")
+    how.add_argument(
+        "--memory-gib", type=float, metavar="GIB", help="the most that decode paths built and portable may take"
+    )
     how.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the latents and all other files of the job here")
     how.add_argument("--json", action="store_true", help="print the figures as one JSON line on standard output")
     return how

@@ -1,8 +1,8 @@
 """Latents to frames: an iterator of chunks on the host, the same for every path.
 
-Paths: "portable" (ours with fewer multiplications, any CUDA GPU), "plain" (our streaming decoder, any device) and
+Paths: "built" and "portable" (ours with fewer multiplications), "plain" (our streaming decoder, any device) and
 "reference" (the decoder of diffusers in strict fp32, the truth that the others are measured against). `explain` says
-which one runs and why. Where memory is short or fp16 overflows, path portable begins again in smaller pieces or in a
+which one runs and why. Where memory is short or fp16 overflows, the fast ones begin again in smaller pieces or in a
 wider type, without a word lost: what was delivered stays, and the next chunk carries a note.
 """
 
@@ -77,7 +77,7 @@ def _plan(vae: nn.Module, latents: Tensor, settings: DecodeSettings | None, pass
 class DecodeRun:
     """A plan at work on one device: the rows that it has of each frame, and the state that passes hand on.
 
-    smaller: how many of the ways to cut the work that path portable has to pass over, because they took too much.
+    smaller: how many of the ways to cut the work that a fast path has to pass over, because they took too much.
     """
 
     def __init__(self, vae: nn.Module, plan: Plan, rows: Rows | None = None, smaller: int = 0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,17 +24,19 @@ log = logging.getLogger(__name__)
 
 # Why "auto" passes a decoder over that could run. Take one out when the device tests have passed and its frames and
 # figures are in kernels/vae_decode/benchmarks.md.
-HELD_BACK: dict[str, str] = {"portable": "no GPU has run it yet"}
-FAST = ("portable",)  # decoders whose passes end where tiles do
+HELD_BACK: dict[str, str] = {"built": "no GPU has run it yet", "portable": "no GPU has run it yet"}
+FAST = ("built", "portable")  # decoders whose passes end where tiles do
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What takes over where a precision overflows: the same range as fp32.
 WIDER = {"fp16": "bf16"}
 
 
-def paths(device: torch.device) -> tuple[Path, ...]:
-    """Every decoder, the most wanted first, with what it lacks on a device."""
+def paths(device: torch.device, precision: str = AUTO) -> tuple[Path, ...]:
+    """Every decoder, the most wanted first, with what it lacks on a device and for a precision."""
     about = "our decoder with fewer multiplications: cuDNN's convolutions, passes of our own"
+    compiled = "our decoder with fewer multiplications: convolutions compiled for this GPU, at their first use"
     return (
+        Path("built", compiled, _built_lack(device, precision), HELD_BACK.get("built")),
         Path("portable", about, _portable_lack(device), HELD_BACK.get("portable")),
         Path("plain", "our decoder in PyTorch operations"),
         Path("reference", "the decoder of diffusers", held_back="it is what the others are measured against"),
@@ -48,10 +50,19 @@ def _portable_lack(device: torch.device) -> str | None:
     return missing
 
 
+def _built_lack(device: torch.device, precision: str) -> str | None:
+    missing = _portable_lack(device)
+    if missing or precision == "fp32":
+        return missing or "its convolutions take 16-bit numbers, not fp32"
+    from kernels.vae_decode import built
+
+    return built.lack(device)
+
+
 def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
     """Which path and precision these settings mean on a device, and why. RequestError where there is no such path."""
     device = torch.device(device)
-    chosen = choose("decode path", paths(device), settings.path)
+    chosen = choose("decode path", paths(device, settings.precision), settings.path)
     why = chosen.reason if settings.path == AUTO else "asked for"
     if chosen.path == "reference":
         return _explain_reference(settings.precision, device)
@@ -96,9 +107,22 @@ def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
         _prepared.pop(vae, None)
         device = vae.post_quant_conv.weight.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        kept = (key, PortableDecoder(vae, DTYPES[choice.precision], routes(name, choice.precision, choice.path)))
+        ways, parts = routes(name, choice.precision, choice.path), _parts(vae, choice.path, device)
+        kept = (key, PortableDecoder(vae, DTYPES[choice.precision], ways, **parts))
         _prepared[vae] = kept
     return kept[1]
+
+
+def _parts(vae: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
+    """What a decoder computes with, where that is not cuDNN and Triton. Compiles where it must."""
+    if path != "built":
+        return {}
+    from kernels.vae_decode.built import Built, check_widths
+    from kernels.vae_decode.convolve import Cudnn
+
+    check_widths(vae.decoder)
+    kernels = Built.on(device)
+    return {"convolver": kernels, "passes": kernels.passes(), "others": {Cudnn.name: Cudnn()}}
 
 
 def forget(vae: nn.Module) -> None:

@@ -17,7 +17,7 @@ from engine.shapes import LATENT_CHANNELS, SPATIAL_FACTOR, video_frames
 
 log = logging.getLogger(__name__)
 
-TILE = {"portable": 4}  # latent frames whose convolutions are computed together, by path
+TILE = {"built": 4, "portable": 4}  # latent frames whose convolutions are computed together, by path
 PASSES = (1, 4)  # latent frames of the first pass and of every later one: the first frame is on the screen early
 
 
@@ -65,7 +65,7 @@ class Plan:
         channels: int = LATENT_CHANNELS,
         memory_gib: float | None = None,
     ) -> None:
-        """memory_gib: as in `DecodeSettings`; passes: path portable lengthens them to whole tiles."""
+        """memory_gib: as in `DecodeSettings`; passes: paths built and portable lengthen them to whole tiles."""
         self.choice, self.memory_gib = choice, memory_gib
         self.notes: tuple[str, ...] = ()
         self.latents = _checked(latents, channels)

@@ -15,7 +15,7 @@ DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
 AutoSwitch = Literal["auto", "on", "off"]
 Attention = Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"]
-DecodePath = Literal["auto", "portable", "plain", "reference"]
+DecodePath = Literal["auto", "built", "portable", "plain", "reference"]
 
 MOST_GIB = 10_000
 
@@ -71,7 +71,8 @@ class DenoiseSettings(_Checked):
 class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
     ("auto": fp32 on a CPU, 16 bit on a GPU; the reference takes fp32, and tf32 where a GPU has it); memory_gib: the
-    most that path portable may take on each GPU, weights included (None: what is free). Frames don't depend on it."""
+    most that paths built and portable may take on each GPU, weights included (None: what is free). Frames don't depend
+    on it."""
 
     user_name: ClassVar[str] = "decode"
     path: DecodePath = "auto"

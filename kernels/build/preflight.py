@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import re
@@ -192,12 +193,16 @@ def _memory() -> int:
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints, or nothing where it can't be run or fails."""
+    """What a program prints, or nothing where it can't be run or fails. Asked once, until the program changes."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return _said(tuple(command), os.stat(command[0]).st_mtime_ns)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+
+
+@functools.lru_cache
+def _said(command: tuple[str, ...], changed: int) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def _first_match(pattern: str, text: str) -> re.Match[str] | None:

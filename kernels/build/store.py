@@ -33,6 +33,10 @@ def source_parts(recipe: Recipe, target: Target) -> dict[str, object]:
     }
 
 
+def _parts(recipe: Recipe, target: Target, tools: Toolchain) -> dict[str, object]:
+    return {**source_parts(recipe, target), **tools.versions}
+
+
 def ensure(recipe: Recipe, target: Target, say: Say = log.warning) -> ctypes.CDLL:
     """The loaded object, built first where the cache has none that loads. One process builds, the others wait.
 
@@ -48,7 +52,7 @@ def ensure(recipe: Recipe, target: Target, say: Say = log.warning) -> ctypes.CDL
         if found is None:
             raise
         return found
-    parts = {**source_parts(recipe, target), **tools.versions}
+    parts = _parts(recipe, target, tools)
     folder = parent / cache.digest(parts)
     found = _load(folder, recipe, say)
     if found is None and folder in _failures:
@@ -60,21 +64,22 @@ def ensure(recipe: Recipe, target: Target, say: Say = log.warning) -> ctypes.CDL
 
 
 def obtainable(recipe: Recipe, target: Target) -> str | None:
-    """Why this machine has no object for a target and can't build one; None where it has or can."""
+    """Why this machine has no object for a target and can't build one (or failed to); None where it has or can."""
     try:
         parent = cache.private(cache.root() / target.name)
-        preflight.toolchain([target], parent)
+        tools = preflight.toolchain([target], parent)
     except MissingError as error:
         return None if _of_any_tools(recipe, target, parent, log.warning) else str(error)
     except ResourceError as error:
         return str(error)
-    return None
+    failure = _failures.get(parent / cache.digest(_parts(recipe, target, tools)))
+    return str(failure).partition("\n")[0] if failure else None
 
 
 def state(recipe: Recipe, target: Target, tools: Toolchain) -> tuple[bool, list[str]]:
     """Whether the cache has the object, and if not, which parts of the key differ from the newest one's there."""
     parent = cache.private(cache.root() / target.name)
-    parts = {**source_parts(recipe, target), **tools.versions}
+    parts = _parts(recipe, target, tools)
     there = (parent / cache.digest(parts) / recipe.file).is_file()
     return there, [] if there else cache.differences(parts, parent)
 

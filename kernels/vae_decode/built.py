@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_void_p
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError, listed
 from kernels.build import arch, store
 from kernels.build.arch import Target
 from kernels.checks import HALF, check_dtype
@@ -107,19 +108,40 @@ class Library:
 
 
 def lack(device: torch.device) -> str | None:
-    """Why there are no compiled kernels for a device; None where there can be. Says nothing about a toolkit."""
+    """Why there are no compiled kernels for a device; None where they are or can be compiled."""
+    return _no_target(device) or store.obtainable(RECIPE, _target(device))
+
+
+def _target(device: torch.device) -> Target | None:
+    return arch.of_capability(torch.cuda.get_device_capability(device))
+
+
+def _no_target(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "compiled kernels need an NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if arch.of_capability(capability) is None:
-        return f"there are compiled kernels for {arch.NAMES} only, this GPU is sm_{capability[0]}{capability[1]}"
+    if _target(device) is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"there are compiled kernels for {arch.NAMES} only, this GPU is sm_{major}{minor}"
     return None
+
+
+def check_widths(decoder: nn.Module) -> None:
+    """RequestError unless the channels of each convolution of a VAE's decoder are multiples of 8. The last one's twelve
+    outputs are computed as 112."""
+    layers = [m for m in decoder.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    widths = {n for layer in layers for n in (layer.in_channels, layer.out_channels) if layer is not decoder.conv_out}
+    odd = sorted(n for n in widths | {decoder.conv_out.in_channels} if n % GROUP)
+    if odd:
+        raise RequestError(
+            f"Decode path built takes channels in groups of {GROUP}, this VAE has layers of {listed(odd)}; "
+            "choose path portable or plain."
+        )
 
 
 class Built:
     """A `Convolver` of compiled kernels, and the head's stencil. 16-bit tensors on one GPU.
 
-    `on` finds or builds the object for a device and is slow the first time.
+    `on` finds or builds the object for a device and takes minutes the first time.
     """
 
     name, fuses = "built", True
@@ -133,12 +155,17 @@ class Built:
     def on(cls, device: torch.device, say: Callable[[str], None] = store.log.warning) -> Built:
         """For a CUDA device. ResourceError where its object is neither there nor can be built; ValueError where the
         device has none (see `lack`)."""
-        missing = lack(device)
+        missing = _no_target(device)
         require(missing is None, f"{device}: {missing}")
         here = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        facts = torch.cuda.get_device_properties(here)
-        target = arch.of_capability((facts.major, facts.minor))
-        return cls(Library(store.ensure(RECIPE, target, say)), target, here, facts.multi_processor_count)
+        target, count = _target(here), torch.cuda.get_device_properties(here).multi_processor_count
+        return cls(Library(store.ensure(RECIPE, target, say)), target, here, count)
+
+    def passes(self) -> SimpleNamespace:
+        """Triton's passes with the stencil compiled here."""
+        from kernels.vae_decode import passes
+
+        return SimpleNamespace(**{name: getattr(passes, name) for name in passes.__all__} | {"stencil": self.stencil})
 
     def direct(
         self,

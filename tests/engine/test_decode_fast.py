@@ -1,4 +1,4 @@
-"""The portable path behind the engine: where it shows up, what it refuses, and how it goes on after a failure."""
+"""The fast paths behind the engine: where it shows up, what it refuses, and how it goes on after a failure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from engine.decode import decode, float_frames
 from engine.decode_paths import HELD_BACK, explain
 from engine.errors import NotFiniteError, RequestError, ResourceError
 from engine.settings import DecodeSettings
+from kernels.vae_decode import built, reference
 from kernels.vae_decode.plan import PLANS
 from kernels.vae_decode.portable import PortableDecoder
 from tests.engine.wan_vae import normal_latents, small_vae, theirs
+from tests.kernels.test_built import on_cpu
 
 PORTABLE = DecodeSettings(path="portable", precision="fp32")
 
@@ -158,3 +160,66 @@ def test_on_a_gpu_it_is_there_and_auto_passes_it_over_until_it_was_proven(monkey
     assert explain(DecodeSettings(), "cuda:0").path == "plain"
     with pytest.raises(RequestError, match="2020 or later"):
         explain(DecodeSettings("portable"), "cuda:0")
+
+
+# ---- path built ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A machine that has path built: this one, with PyTorch in the place of kernels and passes."""
+    kernels = on_cpu()
+    monkeypatch.setattr(decode_paths, "_built_lack", lambda device, precision: None)
+    monkeypatch.setattr(built.Built, "on", lambda device: kernels)
+    monkeypatch.setattr(built.Built, "passes", lambda self: reference)
+    return kernels
+
+
+@pytest.mark.parametrize("precision, most", [("fp16", 1), ("bf16", 6)])
+def test_path_built_gives_the_frames_of_diffusers(compiled, vae, precision, most):
+    latents = normal_latents(6)
+    chunks = list(decode(vae, latents, DecodeSettings("built", precision)))
+    assert levels(np.concatenate([chunk.frames for chunk in chunks]), to_bytes(theirs(vae, latents))) <= most
+    assert {(c.stats.path, c.stats.precision) for c in chunks} == {("built", precision)} and compiled.library.calls
+
+
+def test_widths_that_no_kernel_takes_are_refused_before_anything_runs(compiled):
+    with pytest.raises(RequestError, match="groups of 8, this VAE has layers of 4; choose path portable"):
+        decode(small_vae(4), normal_latents(1, 2, 2), DecodeSettings("built", "fp16"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with an H200 and a compiler, as far as questions about paths go; a dict to change that."""
+    facts = {"capability": (9, 0), "lack": None}
+    monkeypatch.setattr(decode_paths, "triton_lack", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
+    monkeypatch.setattr(built.store, "obtainable", lambda recipe, target: facts["lack"])
+    return facts
+
+
+def test_auto_passes_built_over_until_it_was_proven(gpu, monkeypatch):
+    assert explain(DecodeSettings("built"), "cuda:0")[:2] == ("built", "fp16")
+    choice = explain(DecodeSettings(), "cuda:0")
+    assert choice.path == "plain" and "not built: no GPU has run it yet" in choice.reason
+    monkeypatch.setattr(decode_paths, "HELD_BACK", {})
+    assert explain(DecodeSettings(), "cuda:0")[:2] == ("built", "fp16")
+    assert explain(DecodeSettings(precision="fp32"), "cuda:0")[:2] == ("portable", "fp32")
+
+
+@pytest.mark.parametrize(
+    "changes, precision, words",
+    [
+        ({"capability": (8, 9)}, "auto", "this GPU is sm_89"),
+        ({"lack": "There is no nvcc on the PATH. Install it."}, "fp16", "There is no nvcc"),
+        ({}, "fp32", "16-bit numbers, not fp32"),
+    ],
+    ids=["GPU", "compiler", "precision"],
+)
+def test_what_path_built_lacks_is_said_and_portable_takes_its_place(gpu, monkeypatch, changes, precision, words):
+    gpu.update(changes)
+    with pytest.raises(RequestError, match=f"'built' can't run here: .*{words}.*portable"):
+        explain(DecodeSettings("built", precision), "cuda:0")
+    monkeypatch.setattr(decode_paths, "HELD_BACK", {})
+    choice = explain(DecodeSettings(precision=precision), "cuda:0")
+    assert choice.path == "portable" and words in choice.reason
