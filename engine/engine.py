@@ -138,13 +138,13 @@ class Engine:
         ComparisonFinished. What fails on one side is said in its figures; errors as of `generate` if no side is left.
         """
         cancel = cancel or threading.Event()
-        tensor, facts = open_latents(latents, frames, self.preset)
+        tensor, source = open_latents(latents, frames, self.preset)
         for settings in (a, b):
             self.decoder(settings)  # what this machine does not have is refused before any work
         with (
             self._exclusive(),
             self._watched() as telemetry,
-            Comparison(tensor, facts, folder, self.preset.fps) as comparison,
+            Comparison(tensor, source, folder, self.preset.fps) as comparison,
         ):
             yield from self._stage(telemetry, "load", self.load)
             for side, settings in (("a", a), ("b", b)):
