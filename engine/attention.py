@@ -128,7 +128,7 @@ def _fault(name: str, device: torch.device, shape: Shape, tokens: int) -> str | 
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         try:
-            q, k, v = _problem(device, shape, tokens).unbind(2)
+            q, k, v = waves(device, shape, tokens).unbind(2)
             q = q[:, : tokens - tokens // 8]
             error = _relative_error(attend(q, k, v, name), q, k, v)
         except torch.OutOfMemoryError as full:  # which says nothing about the backend
@@ -140,7 +140,7 @@ def _fault(name: str, device: torch.device, shape: Shape, tokens: int) -> str | 
     return None if error <= limit else f"wrong by {error:.1e} with {tokens} tokens, allowed is {limit:.0e}"
 
 
-def _problem(device: torch.device, shape: Shape, tokens: int) -> Tensor:
+def waves(device: torch.device, shape: Shape, tokens: int) -> Tensor:
     """[1, tokens, 3, H, E]: waves whose frequencies differ as much in a head as they can. Scores then have a deviation
     of 2 and a query has some keys that count: right kernels are off by 2e-3 in bf16 at any number of tokens."""
     channels = torch.arange(3 * shape.heads * shape.head_size, dtype=torch.float64, device=device)

@@ -142,7 +142,7 @@ class LocalExecutor:
             dtype = DTYPES[self.placement.precision]
             shape = Shape(dtype, config.num_attention_heads, config.attention_head_dim, tokens)
         attention = choose_attention(settings.attention, self.device, shape)
-        return attention, choose_fused(settings.fused_kernels, self.device)
+        return attention, choose_fused(settings.fused_kernels, self.device, shape)
 
     @property
     def precision(self) -> str | None:

@@ -9,6 +9,7 @@ that. Every product is in one of the functions at the end.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,23 +17,73 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import attend
+from engine.attention import TOLERANCE, Shape, attend, waves
 from engine.layers import BLOCK_EPS, FeedForward, JointAttention, Modulation, Rope, TransformerBlock
 from engine.packed import joint, packable
 from kernels import launch
 from kernels.choose import Choice, Path, choose
+from kernels.modulate import reference as modulate_reference
 from kernels.modulate.op import gated_modulate, modulate
+from kernels.qk_norm_rope import reference as qk_norm_rope_reference
 from kernels.qk_norm_rope.op import Norms, qk_norm_rope
+
+log = logging.getLogger(__name__)
 
 # Whether the kernels have passed tests/gpu on a real device. Until then "auto" leaves them off; "on" runs them.
 PROVEN_ON_A_GPU = False
 
 
-def choose_fused(wanted: str, device: torch.device) -> Choice:
-    """What `DenoiseSettings.fused_kernels` means on a device. Raises RequestError for "on" where it can't be."""
+def choose_fused(wanted: str, device: torch.device, shape: Shape | None = None) -> Choice:
+    """What `DenoiseSettings.fused_kernels` means on a device. Raises RequestError for "on" where it can't be.
+
+    shape: of the model; with it the kernels are tried before they are chosen, which also compiles them.
+    """
     held_back = None if PROVEN_ON_A_GPU else "their tests have not run on a GPU yet, ask for them with on"
-    fused = Path("on", "fused Triton kernels", lack=launch.lack(device), held_back=held_back)
+    lack = launch.lack(device)
+    if not lack and shape and (wanted == "on" or (wanted == "auto" and not held_back)):
+        lack = fault(device, shape)
+    fused = Path("on", "fused Triton kernels", lack=lack, held_back=held_back)
     return choose("fused_kernels", (fused, Path("off", "PyTorch operations")), wanted)
+
+
+@functools.cache
+def fault(device: torch.device, shape: Shape) -> str | None:
+    """Why the kernels can't be used: each is started once at the model's widths and compared with its reference."""
+    try:
+        distances = _trial(device, shape)
+    except Exception as error:  # no C compiler for Triton's launcher, a driver too old, a kernel that needs too much
+        log.warning("the fused kernels failed their trial on %s", device, exc_info=True)
+        return f"the kernels failed their trial: {type(error).__name__}: {error}".splitlines()[0]
+    wrong = [
+        f"{name} by {distance:.1e}" for name, distance in distances.items() if not distance <= TOLERANCE[shape.dtype]
+    ]
+    return f"the kernels gave wrong values: {', '.join(wrong)}" if wrong else None
+
+
+def _trial(device: torch.device, shape: Shape) -> dict[str, float]:
+    """Relative L2 of each kernel against its reference."""
+    qkv = waves(device, shape, 13)
+    x, y, other = (part.flatten(2) for part in qkv.unbind(2))
+    vectors = other[0, :3].float()
+    norms = Norms(*qkv[0, 9:, 2, 0])
+    angles = torch.outer(torch.arange(9.0, device=device), vectors[0, : shape.head_size // 2])
+    rope = angles.cos(), angles.sin()
+    arguments = qkv[:, :9], qkv[:, 9:], norms, rope
+    results = {
+        "modulate": (modulate(x, *vectors[:2]), modulate_reference.modulate(x, *vectors[:2], BLOCK_EPS)),
+        "gated_modulate": (
+            torch.cat(gated_modulate(x, y, *vectors)),
+            torch.cat(modulate_reference.gated_modulate(x, y, *vectors, BLOCK_EPS)),
+        ),
+        "qk_norm_rope": (
+            qk_norm_rope(*arguments)[:, :, :2],
+            torch.stack(qk_norm_rope_reference.qk_norm_rope(*arguments, BLOCK_EPS), dim=2),
+        ),
+    }
+    return {
+        name: float((found.float() - truth.float()).norm() / truth.float().norm())
+        for name, (found, truth) in results.items()
+    }
 
 
 class Streams(NamedTuple):

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from engine.attention import Shape
+from engine.errors import RequestError
+from engine.fused import choose_fused, fault
 from engine.mmdit import PAN2Transformer3DModel
 from kernels import launch
 from tests.engine.golden_case import TF_CASES, Case, assert_near, random_inputs
@@ -77,3 +80,52 @@ def test_two_sizes_and_the_first_again_give_the_same_bytes(device):
     before = run(*first)
     run(*second)
     assert torch.equal(run(*first), before)
+
+
+SHAPE = Shape(torch.bfloat16, heads=3, head_size=8)
+
+
+@pytest.fixture
+def untried():
+    fault.cache_clear()
+    yield
+    fault.cache_clear()
+
+
+def test_kernels_that_are_right_pass_their_trial(device, untried, started, monkeypatch):
+    monkeypatch.setattr("engine.fused.PROVEN_ON_A_GPU", True)
+    assert choose_fused("auto", device, SHAPE) == ("fused_kernels", "on", "fused Triton kernels")
+    assert sorted(started) == ["modulate_kernel", "modulate_kernel", "qk_norm_rope_kernel"]
+    assert choose_fused("on", device, SHAPE).path == "on" and len(started) == 3
+
+
+def no_compiler(*arguments, **options):
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+
+def zeros(x, out, *arguments, **options):
+    out.zero_()
+
+
+@pytest.mark.parametrize(
+    "run, words",
+    [
+        (no_compiler, "failed their trial: RuntimeError: Failed to find C compiler"),
+        (zeros, "wrong values: modulate by 1.0"),
+    ],
+)
+def test_kernels_that_fail_their_trial_are_passed_over_with_the_reason(device, untried, monkeypatch, run, words):
+    monkeypatch.setattr("engine.fused.PROVEN_ON_A_GPU", True)
+    monkeypatch.setattr("kernels.modulate.kernel.run", run)
+    choice = choose_fused("auto", device, SHAPE)
+    assert choice.path == "off" and words in choice.reason
+    with pytest.raises(RequestError, match=words):
+        choose_fused("on", device, SHAPE)
+    assert choose_fused("off", device, SHAPE).path == "off"
+
+
+def test_kernels_that_nobody_asked_for_are_not_started(device, untried, started, monkeypatch):
+    monkeypatch.setattr("engine.fused.PROVEN_ON_A_GPU", False)
+    choose_fused("auto", device, SHAPE)
+    choose_fused("off", device, SHAPE)
+    assert not started
