@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.condition import denormalise
+from engine.decode import decode, float_frames
+from engine.decode_paths import explain, fast_decoder
+from engine.settings import DecodeSettings
 from kernels.vae_decode import built, reference
 from kernels.vae_decode.built import Built, Convolution, KernelError, Stencil
+from kernels.vae_decode.plan import PLANS
 from kernels.vae_decode.recipe import TILES
 from kernels.vae_decode.tiles import Row
+from tests.engine.wan_vae import normal_latents, small_vae, theirs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -255,3 +262,26 @@ def test_the_stencil_reports_one_value_that_is_not_finite(kernels, wrong):
     )
     kernels.stencil(out, values, bias, finite)
     assert finite.item() == 0
+
+
+@pytest.mark.parametrize("precision, decibels", [("fp16", 60), ("bf16", 45)])
+def test_decode_path_built_gives_the_same_bytes_however_the_work_is_cut(kernels, precision, decibels):
+    vae, latents, settings = small_vae(64), normal_latents(9), DecodeSettings("built", precision)
+    wanted = theirs(vae, latents)
+    vae = vae.cuda()
+    got = torch.cat(list(float_frames(vae, latents, settings))).cpu()
+    assert 10 * torch.log10(4 / (got.double() - wanted.double()).square().mean()) > decibels
+    whole = np.concatenate([chunk.frames.copy() for chunk in decode(vae, latents, settings)])
+    for passes in ((9,), (2, 3, 4), (1,)):
+        frames = [chunk.frames.copy() for chunk in decode(vae, latents, settings, passes=passes)]
+        assert np.array_equal(np.concatenate(frames), whole)
+    for plan in PLANS:
+        state = fast_decoder(vae, explain(settings, kernels.device)).start(plan)
+        pieces = fast_decoder(vae, explain(settings, kernels.device)).frames(prepared(vae, latents, precision), state)
+        frames = torch.cat([piece for piece, finite in pieces if finite.item()])
+        assert np.array_equal(frames.cpu().numpy(), whole)
+
+
+def prepared(vae, latents, precision):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    return denormalise(latents.cuda(), vae.config)[0].to(dtype)
