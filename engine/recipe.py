@@ -15,8 +15,8 @@ OF_DENOISE = {
     "attention": "--attention",
     "fused_kernels": "--fused-kernels",
 }
-# Where weights lie and what is shown on the way change no byte of a video.
-WITHOUT_EFFECT = ("offload", "preview")
+# Where weights lie, how much memory there may be and what is shown on the way change no byte of a video.
+WITHOUT_EFFECT = ("offload", "preview", "memory_gib")
 OF_DECODE = {"path": "--decode-path", "precision": "--decode-precision"}
 
 
