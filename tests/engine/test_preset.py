@@ -11,6 +11,7 @@ from engine.preset import load_preset, parse_preset, preset_from_environment, pr
 from engine.request import Request
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import frames_of_seconds, latent_frames, latent_shape, nearest_frames, video_frames, video_tokens
+from engine.web.form import quality_menu
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -244,3 +245,10 @@ def test_frames_and_latent_frames_are_inverse():
     assert frames_of_seconds(2, 24) == 49 and frames_of_seconds(5, 24) == 121 and frames_of_seconds(20, 24) == 481
     assert latent_shape(241, 704, 1248) == (48, 61, 44, 78)
     assert [video_tokens(f, 704, 1248) for f in (241, 313, 481)] == [52338, 67782, 103818]
+
+
+def test_the_fidelity_of_a_preset_is_what_was_measured_and_may_be_missing():
+    assert load_preset("tiny").fidelity.balanced > load_preset("tiny").fidelity.draft
+    assert load_preset("pan2").fidelity is None
+    assert "dB from full" in quality_menu(load_preset("tiny"))[1][0]
+    assert "not measured on this model" in quality_menu(load_preset("pan2"))[1][0]
