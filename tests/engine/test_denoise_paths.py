@@ -1,11 +1,10 @@
 """Which paths a request's denoising takes: refused before the work, switched without loading again, told to people."""
 
-import argparse
 import dataclasses
 
 import pytest
 
-from engine.__main__ import denoise_settings
+from engine.__main__ import denoise_settings, parser
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.events import VideoFinished
@@ -71,7 +70,6 @@ def test_another_attention_is_switched_to_without_loading_again(engine, tmp_path
 def test_the_command_line_changes_only_what_it_names(toy_preset):
     base = DenoiseSettings(precision="fp32", attention="math", quality="draft", preview="off")
     preset = dataclasses.replace(toy_preset, denoise=base)
-    nothing = dict.fromkeys(("precision", "quality", "attention", "fused_kernels"))
-    assert denoise_settings(argparse.Namespace(**nothing), preset) == base
-    given = argparse.Namespace(**nothing | {"fused_kernels": "off"})
-    assert denoise_settings(given, preset) == dataclasses.replace(base, fused_kernels="off")
+    assert denoise_settings(parser().parse_args(["x"]), preset) == base
+    given = parser().parse_args(["x", "--fused-kernels", "off", "--attention", "flash"])
+    assert denoise_settings(given, preset) == dataclasses.replace(base, fused_kernels="off", attention="flash")
