@@ -233,6 +233,14 @@ def test_devices_without_kernels_say_so(monkeypatch):
         assert said is None if words is None else words in said
 
 
+def test_the_passes_are_tritons_but_for_the_stencil():
+    triton = pytest.importorskip("kernels.vae_decode.passes")
+    device = on_cpu()
+    ours = vars(device.passes())
+    assert ours.pop("stencil") == device.stencil
+    assert ours == {name: getattr(triton, name) for name in triton.__all__ if name != "stencil"}
+
+
 # ---- the object itself -----------------------------------------------------------------------------------------------
 
 
