@@ -33,6 +33,7 @@ from engine.web.decode_api import add_decode_api
 from engine.web.files import visitor
 from engine.web.gate import Gate
 from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
+from engine.web.history_tab import HistoryTab
 from engine.web.hosting import Hosting
 from engine.web.live import LiveSource, live_router
 from engine.web.metrics import Metrics, metrics_router
@@ -60,10 +61,12 @@ class Page:
             title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
         ) as self.demo:
             self.generate, world = GenerateTab(engine, jobs), WorldTab(engine, jobs)
-            compare = CompareTab(engine, jobs)
+            self.history, compare = HistoryTab(engine, jobs, self.generate), CompareTab(engine, jobs)
             with gr.Tabs() as tabs:
-                for tab in (self.generate, world, compare):
+                for tab in (self.generate, world):
                     tab.build(self.demo)
+                self.history.build(self.demo, tabs)
+                compare.build(self.demo)
                 self._system_tab()
             world.come_from(self.generate.onward, self.generate.job, tabs)
             add_api(engine.preset, jobs)

@@ -113,39 +113,49 @@ def _compared(job: CompareState) -> tuple[int, int, int]:
     return frames or whole, height, width
 
 
-def sweep(outputs: Path, jobs: Sequence[Job]) -> None:
-    """Remove what nobody needs any more: halves of deletions, temporary files, live files of whole videos, raw frames
-    of old comparisons, and what a job's work left in a folder without a job. jobs: those that are known."""
+def clear(outputs: Path, known: Iterable[str]) -> None:
+    """Remove what a server that was killed left behind: halves of deletions, and files of unfinished work in folders
+    without a job. known: ids of the jobs. Only before jobs are taken: the folder of a new one is empty at first."""
     for half in outputs.glob(f"*{DELETED}"):
         if JOB_ID.fullmatch(half.name.removesuffix(DELETED)):
             log.info("removing %s, which was being deleted when the server ended", half)
             shutil.rmtree(half, ignore_errors=True)
-    for path in [*_leftovers(jobs), *_orphans(outputs, {job.id for job in jobs})]:
-        log.info("removing %s, which is of no use any more", path)
-        path.unlink(missing_ok=True)
-    compared = [job for job in jobs if isinstance(job, CompareState) and job.over]
+    _remove(_orphans(outputs, set(known)))
+
+
+def sweep(jobs: Sequence[Job]) -> None:
+    """Remove what is of no use in the folders of jobs that are over: temporary files, live files of whole videos, raw
+    frames of comparisons that are old or broke off."""
+    over = [job for job in jobs if job.over]
+    _remove(path for job in over for path in _leftovers(job))
+    compared = [job for job in over if isinstance(job, CompareState)]
     for job in sorted(compared, key=lambda job: job.created)[:-RAW_KEPT]:
         drop_raw(job.folder)
 
 
-def _leftovers(jobs: Sequence[Job]) -> Iterator[Path]:
-    for job in jobs:
-        if not job.over:
-            continue
-        yield from job.folder.rglob("*.part")
-        if isinstance(job, JobState) and (job.folder / FINAL_NAME).is_file() and not is_fresh(job):
-            yield from job.folder.glob(LIVE_NAME)
-        if isinstance(job, CompareState):
-            yield from job.folder.glob(FLOAT_NAME)
-        if isinstance(job, CompareState) and job.result is None:
-            yield from (path for side in SIDES for path in (job.folder / side).glob(RAW_NAME))
+def _remove(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        log.info("removing %s, which is of no use any more", path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s can't be removed: %s", path, error)
+
+
+def _leftovers(job: Job) -> Iterator[Path]:
+    # Pages may be writing under such names: chains of videos are joined when they are asked for.
+    yield from (path for path in job.folder.rglob("*.part") if time.time() - path.stat().st_mtime > GRACE_SECONDS)
+    if isinstance(job, JobState) and (job.folder / FINAL_NAME).is_file() and not is_fresh(job):
+        yield from job.folder.glob(LIVE_NAME)
+    if isinstance(job, CompareState):
+        yield from job.folder.glob(FLOAT_NAME)
+    if isinstance(job, CompareState) and job.result is None:
+        yield from (path for side in SIDES for path in (job.folder / side).glob(RAW_NAME))
 
 
 def _orphans(outputs: Path, known: set[str]) -> Iterator[Path]:
-    """Files of work that was never finished, in folders that are named as a job's and hold none."""
     for folder in outputs.iterdir():
-        if not JOB_ID.fullmatch(folder.name) or folder.name in known or folder.is_symlink():
-            continue
-        if not (folder / RECORD_NAME).exists():
+        strange = not JOB_ID.fullmatch(folder.name) or folder.name in known or folder.is_symlink()
+        if not strange and not (folder / RECORD_NAME).exists():
             for name in ("*.part", LIVE_NAME, FLOAT_NAME, *(f"{side}/{RAW_NAME}" for side in SIDES)):
                 yield from folder.glob(name)

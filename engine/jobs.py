@@ -22,7 +22,7 @@ from engine.admission import Admission, QueueLimits
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
-from engine.janitor import Keep, is_fresh, needs, room, sweep, too_many
+from engine.janitor import Keep, clear, is_fresh, needs, room, sweep, too_many
 from engine.job import CompareState, DecodeRequest, Generates, Job, JobState, Status, new_job
 from engine.job_id import new_id
 from engine.memory import in_words
@@ -67,6 +67,7 @@ class Jobs:
         self._tickets: dict[str, Ticket] = {}
         self._changed = threading.Condition()
         self._closing = False
+        clear(outputs, self._states)
         self._tidy()
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
@@ -197,7 +198,7 @@ class Jobs:
         while True:
             with self._changed:
                 self._state(job)
-            state = self._snapshot(job)
+                state = self._snapshot(job)
             if state != shown:
                 yield state
             if state.over:
@@ -208,7 +209,7 @@ class Jobs:
     def _over(self, job: str, seconds: float) -> bool:
         """Wait until a job is over, but no longer than `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._states[job].over, seconds)
+            return self._changed.wait_for(lambda: self._state(job).over, seconds)
 
     def wait(self, job: str) -> Any:
         """Block until a job is over."""
@@ -251,7 +252,7 @@ class Jobs:
             self._lock.close()
 
     def _state(self, job: str) -> Job:
-        if job not in self._states:
+        if not isinstance(job, str) or job not in self._states:
             raise RequestError(f"There is no job {shown(job)} here. It may have been deleted.")
         return self._states[job]
 
@@ -263,13 +264,16 @@ class Jobs:
 
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None and not self._closing:
-            # One that was stopped while it waited may be gone by now.
-            state = self._states.get(job)
-            if state is not None and self._begin(state):
+            state = self._begin(job)
+            if state is not None:
                 self._run(state, self._tickets[job].cancel)
             with self._changed:
                 del self._tickets[job]
-            self._tidy()
+            try:
+                self._tidy()
+            except Exception:
+                # The worker must survive it: without tidying there is only less room.
+                log.exception("the outputs folder could not be tidied")
 
     def _tidy(self) -> None:
         """Keep the outputs folder within its limits, and free of what nobody needs."""
@@ -280,12 +284,7 @@ class Jobs:
         for job, reason in too_many(states, sizes, self.keep, safe).items():
             log.info("removing the job %s (%s): %s", job, in_words(sizes[job]), reason)
             self._forget(job)
-        try:
-            # Not while a folder is being furnished, which is no job yet.
-            with self._door:
-                sweep(self.outputs, list(self._states.values()))
-        except OSError as error:
-            log.warning("the outputs folder could not be tidied: %s", error)
+        sweep([state for state in states if state.id in self._states])
 
     def _forget(self, job: str) -> None:
         try:
@@ -293,15 +292,16 @@ class Jobs:
         except EngineError as error:
             log.warning("%s", error)
 
-    def _begin(self, state: Job) -> bool:
-        """Whether a job is still wanted; it runs from here on."""
+    def _begin(self, job: str) -> Job | None:
+        """The job if it is still wanted: it may have been stopped, and deleted since. It runs from here on."""
         with self._changed:
-            if state.over:
-                return False
+            state = self._states.get(job)
+            if state is None or state.over:
+                return None
             state.status, state.started = "running", time.time()
             self._save(state)
             self._changed.notify_all()
-            return True
+            return state
 
     def _run(self, state: Job, cancel: threading.Event) -> None:
         status, error = self._drive(state, cancel)

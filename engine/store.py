@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import shutil
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -110,4 +111,13 @@ def remove(job: Job) -> None:
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files of a job."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(_bytes(path) for path in folder.rglob("*"))
+
+
+def _bytes(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        # Temporary names come and go while others look.
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,7 +14,7 @@ from engine.job import CompareState
 from engine.jobs import Jobs
 from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
 from engine.web.compare_form import CompareForm, start_form
-from engine.web.files import describe, job_file, refused, sent_file, uploaded
+from engine.web.files import describe, job_file, refused, sent_file, upload
 
 # Which parameters belong to which kind of latents.
 KINDS = {"file": {"file"}, "job": {"job"}, "random": {"seed", "height", "width"}}
@@ -25,17 +24,7 @@ Answer = tuple[dict[str, Any], Any, Any]
 def latents_upload(**options: Any) -> gr.File:
     """An upload field for a safetensors file whose value is its path; the engine checks what is in it. No output of an
     event, see `engine.web.files`."""
-    field = gr.File(file_types=[".safetensors"], type="filepath", **options)
-    move = field.async_move_resource_to_block_cache
-
-    async def move_upload(source: str | Path | None) -> str | None:
-        if "://" in str(source):
-            raise refused()
-        return await move(source)
-
-    field.async_move_resource_to_block_cache = move_upload
-    field.preprocess = lambda payload: uploaded(payload.path if payload else None)
-    return field
+    return upload([".safetensors"], **options)
 
 
 def add_compare_api(engine: Engine, jobs: Jobs) -> None:

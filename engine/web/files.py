@@ -70,6 +70,21 @@ def first_frame(**options: Any) -> gr.Image:
     return picture
 
 
+def upload(kinds: list[str], **options: Any) -> gr.File:
+    """An upload field for files of these kinds whose value is a path; who reads them checks what is in them."""
+    field = gr.File(file_types=kinds, type="filepath", **options)
+    move = field.async_move_resource_to_block_cache
+
+    async def move_upload(source: str | Path | None) -> str | None:
+        if "://" in str(source):
+            raise refused()
+        return await move(source)
+
+    field.async_move_resource_to_block_cache = move_upload
+    field.preprocess = lambda payload: uploaded(payload.path if payload else None)
+    return field
+
+
 def uploaded(source: Any) -> str | None:
     """The path of an upload. Raises gr.Error for any other file: Gradio checks only what a caller marks as a file."""
     if not source:

@@ -75,7 +75,7 @@ class Form:
         return cls(
             prompt=source.prompt,
             negative_prompt=source.negative_prompt,
-            image=None,
+            image=str(request.image) if request and request.image else None,
             seconds=(source.frames - 1) / preset.fps,
             size=size_value(source),
             seed=source.seed,

@@ -14,6 +14,7 @@ from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.record import LAST_FRAME
+from engine.request import Request
 from engine.settings import Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
@@ -21,7 +22,7 @@ from engine.web import details, render, words
 from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
 from engine.web.files import first_frame
-from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, unknown_words
+from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, size_value, unknown_words
 
 TICK_SECONDS = 0.7
 # The address of this tab first; without a job there, the one that this browser saw last.
@@ -29,8 +30,6 @@ FIND_JOB = "(job) => [new URLSearchParams(window.location.search).get('job') || 
 SHOW_JOB = "(job) => window.page?.follow(job)"
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 PLAIN: dict[str, Any] = {"apply_default_css": False}
-# Of a job that is found again: its picture is no upload of this page, and its seed is the one to keep.
-NOT_FILLED = ("image", "randomise")
 
 Values = Mapping[Any, Any]
 
@@ -50,7 +49,7 @@ class GenerateTab:
 
     def build(self, demo: gr.Blocks) -> None:
         """Add the tab. demo: the Blocks, for its load event."""
-        with gr.Tab("Generate"), gr.Row(elem_id="generate"):
+        with gr.Tab("Generate", id="generate"), gr.Row(elem_id="generate"):
             with gr.Column(scale=4, min_width=320, elem_id="form"):
                 self._form()
             with gr.Column(scale=9, min_width=320, elem_id="watch"):
@@ -88,6 +87,8 @@ class GenerateTab:
         with gr.Accordion("Advanced", open=False):
             self._advanced(start)
         # Above the buttons, where a refusal is seen by who has just clicked.
+        # Where the settings came from, until they are sent.
+        self.note = gr.HTML(elem_id="note", **PLAIN)
         self.plan = gr.HTML(elem_id="plan", **PLAIN)
         with gr.Row(elem_id="go"):
             self.generate = gr.Button("Generate", variant="primary", scale=3)
@@ -112,19 +113,18 @@ class GenerateTab:
         self.details = gr.HTML(elem_id="details", **PLAIN)
         menu = decoder_menu(self.engine)
         with gr.Row(elem_id="again", visible=False) as self.again:
-            self.decoder = gr.Dropdown(menu, value=menu[0][1], label="Decode these latents once more", min_width=180)
+            self.decoder = gr.Dropdown(menu, value=menu[0][1], label="Decode these latents once more", min_width=260)
             self.decode = gr.Button("Decode again", min_width=120)
 
     def _wire(self, demo: gr.Blocks) -> None:
         form, view = set(self.fields.values()), {self.model, self.player, self.strip, self.messages, self.details}
         buttons = {self.generate, self.stop, self.timer, self.onward, self.again}
-        filled = {field for name, field in self.fields.items() if name not in NOT_FILLED}
-        follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
+        self._follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
         found = demo.load(None, self.job, self.job, js=FIND_JOB)
-        found.then(self.reopen, {self.job, *view}, {self.job, *view, *buttons, *filled}, **QUIET)
-        self.timer.tick(self.look, **follow)
+        found.then(self.reopen, {self.job, *view, *form}, {self.job, *view, *buttons, *form}, **QUIET)
+        self.timer.tick(self.look, **self._follow)
         start = [self.generate.click, self.fields["prompt"].submit]
-        after = {self.job, self.plan, self.fields["seed"], *view, *buttons}
+        after = {self.job, self.note, self.plan, self.fields["seed"], *view, *buttons}
         begun = gr.on(start, self.start, {self.job, *form, *view}, after, **QUIET)
         begun.then(None, self.job, js=SHOW_JOB)
         once_more = self.decode.click(self.decode_again, {self.job, self.decoder, *view}, after, **QUIET)
@@ -186,11 +186,29 @@ class GenerateTab:
         job = values[self.job]
         state = self._find(job)
         if state is None:
-            return self.look(values) | ({self.job: ""} if job else {})
-        form = dataclasses.asdict(Form.of(self.preset, state.request))
-        if form["size"] not in [value for _, value in size_menu(self.preset)]:
-            del form["size"]
-        return self.look(values) | {self.fields[name]: form[name] for name in form if name not in NOT_FILLED}
+            return self.look(values) | self.filling(values) | ({self.job: ""} if job else {})
+        return self.look(values) | self.filling(values, state.request)
+
+    def filling(self, values: Values, request: Request | None = None) -> dict[Any, Any]:
+        """Every field of the form as a request says it, or as it stands.
+
+        Always every field: Gradio would make an output that a handler leaves out anew, and the field of the picture
+        would lose its guards (`engine.web.files`).
+        """
+        form = {name: values[field] for name, field in self.fields.items()}
+        if request is not None:
+            asked = dataclasses.asdict(Form.of(self.preset, request))
+            form |= asked if self.offers(request) else asked | {"size": form["size"]}
+        return {self.fields[name]: form[name] for name in form}
+
+    def offers(self, request: Request) -> bool:
+        """Whether the menu has a request's size."""
+        return size_value(request) in [value for _, value in size_menu(self.preset)]
+
+    def show_after(self, event: Any) -> None:
+        """Let the page follow the job that an event of another tab has put into `job`."""
+        shown = event.then(self.look, **self._follow)
+        shown.then(None, self.job, js=SHOW_JOB)
 
     def start(self, values: Values) -> dict[Any, Any]:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
@@ -199,7 +217,8 @@ class GenerateTab:
             job = self.jobs.submit(request)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
-        return {self.job: job, self.fields["seed"]: request.seed} | self.look({**values, self.job: job})
+        sent = {self.job: job, self.note: "", self.fields["seed"]: request.seed}
+        return sent | self.look({**values, self.job: job})
 
     def decode_again(self, values: Values) -> dict[Any, Any]:
         """Queue a second decode of the latents of the job that is shown."""

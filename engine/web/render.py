@@ -130,6 +130,11 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
     )
 
 
+def note(text: str) -> str:
+    """Something that has been done."""
+    return f'<p class="message" role="status">{escape(text)}</p>'
+
+
 def refusal(text: str) -> str:
     """Why the form can't be sent as it is."""
     return f'<p class="message error" role="alert">{escape(text)}</p>'

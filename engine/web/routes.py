@@ -25,6 +25,7 @@ ASSETS = {
     "compare.css": "text/css",
     "compare.js": "text/javascript",
     "world.css": "text/css",
+    "history.css": "text/css",
     "grid.css": "text/css",
     "grid.js": "text/javascript",
     "icon.svg": "image/svg+xml",

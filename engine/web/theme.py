@@ -9,6 +9,7 @@ HEAD = """
 <link rel="stylesheet" href="web/style.css">
 <link rel="stylesheet" href="web/compare_tab.css">
 <link rel="stylesheet" href="web/world.css">
+<link rel="stylesheet" href="web/history.css">
 <link rel="icon" type="image/svg+xml" href="web/icon.svg">
 <script src="web/player.js"></script>
 <script src="web/clock.js"></script>

@@ -275,7 +275,7 @@ def test_a_reopened_page_finds_its_job_and_fills_its_form(page, jobs):
     assert filled == {
         "prompt": "a blue star", "negative_prompt": "", "seconds": 4.0, "size": "320x320", "seed": 9, "steps": 4,
         "guidance": 2.5, "shift": PRESET.defaults.shift, "decoder": "auto",
-        "quality": "full", "precision": "auto",
+        "quality": "full", "precision": "auto", "image": None, "randomise": False,
     }  # fmt: skip
     assert page.strip in seen and page.job not in seen
     page.cancel(job)
@@ -287,13 +287,14 @@ def test_a_job_that_is_gone_is_said_and_forgotten(page):
     assert "not known here" in seen[page.messages]
     assert Elements(seen[page.messages]).tags == ["p"]
     buttons = {page.generate, page.stop, page.timer, page.onward, page.again}
-    assert page.reopen(values(page)).keys() == {page.model, *buttons}
+    assert page.reopen(values(page)).keys() == {page.model, *buttons, *page.fields.values()}
 
 
 def test_a_job_of_the_api_is_followed_though_the_menu_lacks_its_size(page, jobs):
     job = jobs.submit(PRESET.request(prompt="a", height=64, width=96, frames=1, steps=1))
     seen = page.reopen(values(page, job))
-    assert page.fields["size"] not in seen and seen[page.fields["seconds"]] == 0
+    size = f"{PRESET.defaults.height}x{PRESET.defaults.width}"
+    assert seen[page.fields["size"]] == size and seen[page.fields["seconds"]] == 0
     jobs.wait(job)
 
 

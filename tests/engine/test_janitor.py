@@ -117,6 +117,28 @@ def test_what_has_just_ended_stays_for_a_while(registry, monkeypatch):
     assert len(jobs.recent()) == 3 and (made[0] and (jobs.outputs / made[0] / "live.mp4").exists())
 
 
+def test_a_waiting_job_that_is_stopped_and_deleted_does_not_end_the_worker(registry):
+    jobs = registry(pace=Pace(step=30))
+    running, waiting = submit(jobs), submit(jobs)
+    jobs.cancel(waiting)
+    jobs.delete(waiting)
+    jobs.engine.pace = Pace()
+    jobs.cancel(running)
+    assert jobs.wait(submit(jobs)).status == "finished"
+
+
+def test_a_folder_that_can_not_be_tidied_does_not_end_the_worker(registry, monkeypatch, caplog):
+    jobs = registry()
+
+    def broken(*arguments):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("engine.jobs.sweep", broken)
+    made = [submit(jobs) for _ in range(2)]
+    assert [jobs.wait(job).status for job in made] == ["finished"] * 2
+    assert "not yours" in caplog.text or "could not be tidied" in caplog.text
+
+
 def test_deleting_removes_the_folder_and_nothing_else(registry):
     jobs = registry()
     first, second = submit(jobs), submit(jobs)
