@@ -122,7 +122,7 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
     if estimate is None:
         return f'<p class="plan">{picture}. How long it takes is known once the model is loaded.</p>'
     hint = " A shorter video, a smaller size or fewer steps are quicker." if estimate.total > LONG_WAIT else ""
-    memory = f" Holds about {in_words(estimate.bytes)} of memory at most." if estimate.bytes else ""
+    memory = f" Needs about {in_words(estimate.bytes)} of memory." if estimate.bytes else ""
     return (
         f'<p class="plan" title="Reckoned by {escape(estimate.basis)}">{picture}. '
         f"<strong>Takes about {words.roughly(estimate.total)}</strong> on this machine: "

@@ -22,11 +22,12 @@ from PIL import Image
 
 import app
 from engine.errors import RequestError
+from engine.estimate import Estimate
 from engine.jobs import Jobs
 from engine.memory import in_words
 from engine.preset import load_preset
 from engine.settings import DecodeSettings
-from engine.telemetry import DeviceMemory, Memory
+from engine.telemetry import DeviceMemory, Memory, memory_now
 from engine.video import probe
 from engine.web import details, render, words
 from engine.web.form import Form, build_request, fitting_size, unknown_words
@@ -343,6 +344,49 @@ def test_every_text_of_a_visitor_is_escaped(built, page, jobs):
     assert "script" not in system.tags and "no GPU here <b>" in system.text
 
 
+def test_a_preview_stands_in_the_players_place_until_there_are_frames(page, jobs):
+    jobs.engine.pace = Pace(step=0.3, chunk=5, previews=True)
+    job = start(page, seconds=1, steps=3, prompt=EVIL)
+    until(lambda: jobs.snapshot(job).previewed == 1)
+    shown = Elements(page.look(values(page, job))[page.player])
+    assert "Preview, step 1 of 3" in shown.text and shown.tags == ["figure", "img", "figcaption"]
+    until(lambda: jobs.snapshot(job).previewed == 2)
+    assert f"preview/{job}.webp?step=2" in page.look(values(page, job))[page.player]
+    page.cancel(job)
+    assert jobs.wait(job).status == "stopped"
+    assert "Stopped" in page.look(values(page, job))[page.player]
+
+
+def test_the_plan_tells_the_memory_where_it_is_known():
+    request = PRESET.request(prompt="a")
+    known = Estimate(1.0, 1.0, 1.0, "a test", bytes=3 * 2**30)
+    assert "Needs about 3.0 GiB of memory." in render.plan(request, 24, known)
+    assert "memory" not in render.plan(request, 24, dataclasses.replace(known, bytes=None))
+
+
+def test_details_draw_charts_while_it_runs_and_afterwards(page, jobs):
+    jobs.engine.pace.step = 5
+    job = start(page)
+    until(lambda: jobs.snapshot(job).stages)
+    assert page.look(values(page, job))[page.details].count("<svg") == 4
+    page.cancel(job)
+    jobs.wait(job)
+    assert "<svg" not in page.look(values(page, job))[page.details], "it left no figures"
+    jobs.engine.pace.step = 0
+    last = jobs.wait(start(page))
+    drawn = details.details(last, memory_now(), {})
+    assert drawn.count("<svg") == 4 and "What ran, and why" in drawn and "python -m engine" in drawn
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [('{"a": 1,}', "line 1, column"), ("red " * 1600, "the last 64 will be cut off"), (EVIL, "tokens")],
+)
+def test_what_is_to_be_said_of_a_prompt_stands_below_it(page, prompt, words):
+    said = Elements(page.tell_hint(prompt))
+    assert words in said.text and "script" not in said.tags
+
+
 # ---- words and figures
 
 
@@ -429,6 +473,8 @@ OUTSIDE = [
     "/video/..%2f..%2fetc%2fpasswd.mp4",
     "/video/../app.mp4",
     "/thumbnail/..%2f..%2fx.jpg",
+    "/preview/..%2f..%2fx.webp",
+    "/preview/unknown.webp",
     "/live/..%2f..%2fetc%2fpasswd.mp4",
     "/live/unknown.mp4",
     "/video/unknown.mp4",
@@ -453,6 +499,7 @@ def test_videos_come_in_ranges_and_under_a_readable_name(served, done):
     whole = httpx.get(address, params={"download": 1})
     assert 'attachment; filename="a-red-circle-123.mp4"' in whole.headers["content-disposition"]
     assert whole.content == served.jobs.snapshot(done).video.read_bytes()
+    assert httpx.get(f"{served.url}/preview/{done}.webp").status_code == 404, "it had none"
     assert httpx.get(f"{served.url}/thumbnail/{done}.jpg").headers["content-type"] == "image/jpeg"
     assert httpx.get(f"{served.url}/live/{done}.mp4").content[4:8] == b"ftyp"
 
