@@ -144,7 +144,7 @@ def saved_request(metadata: Mapping[str, str]) -> Request | None:
     """The request that latents were made for, as `tags` kept it in their file; None if it holds none that is known."""
     try:
         return Request.from_json(json.loads(metadata["request"]))
-    except (KeyError, ValueError, RequestError):
+    except (KeyError, ValueError, RecursionError, RequestError):
         return None
 
 

@@ -299,7 +299,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     found = COMMENT.search(done.stdout)
     try:
         settings = json.loads(re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL)) if found else None
-    except ValueError:
+    except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
         raise MediaError(f"{path.name} holds no settings. Videos made here have them until somebody re-encodes them.")
