@@ -20,6 +20,7 @@ from gradio.utils import get_upload_folder
 
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
+from engine.guardrail import guarded, in_words
 from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
@@ -80,7 +81,7 @@ class Page:
 
     def tell_system(self) -> str:
         """Model, devices, precision, decoder path, versions, memory."""
-        about = self.engine.about() | {"gradio": gr.__version__}
+        about = self.engine.about() | {"Guardrail": in_words(self.engine), "gradio": gr.__version__}
         return details.system(about, self.engine.paths(), self.engine.readiness(), memory_now())
 
 
@@ -192,8 +193,9 @@ def main() -> None:
     try:
         hosting = settings(arguments)
         preset = preset_from_environment(hosting.preset, hosting.checkpoint)
-        engine = Engine(preset, arguments.device)
-        jobs = Jobs(engine, _outputs(hosting.outputs), Keep.from_environment(), hosting.queue_limits(), visitor)
+        outputs = _outputs(hosting.outputs)
+        engine = guarded(Engine(preset, arguments.device), hosting.guardrail, hosting.public, outputs)
+        jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
     except EngineError as error:
         raise SystemExit(str(error)) from error
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.

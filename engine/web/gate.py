@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.guardrail import HIDDEN
 from engine.web.hosting import Hosting
 
 log = logging.getLogger(__name__)
@@ -123,10 +124,11 @@ class Gate:
 
 
 def _own_file(path: str) -> bool:
-    """Whether a path that asks Gradio for a file asks for one of this disk; it would fetch addresses, too."""
+    """Whether a path that asks Gradio for a file asks for one of this disk that may be seen; it would fetch
+    addresses, too."""
     for prefix in ("/gradio_api/file=", "/gradio_api/file/"):
         if path.startswith(prefix):
-            return path[len(prefix) :].startswith("/") and "://" not in path
+            return path[len(prefix) :].startswith("/") and "://" not in path and HIDDEN not in path
     return True
 
 

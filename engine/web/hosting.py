@@ -16,6 +16,7 @@ from engine.errors import RequestError, shown
 
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 OUTPUTS = Path("outputs")
+GUARDRAIL = ("auto", "on", "off")
 
 
 def _flag(text: str) -> bool:
@@ -29,6 +30,15 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
         if not (text.isascii() and text.isdecimal()) or not low <= int(text[:20]) <= high:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return int(text)
+
+    return parse
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return text
 
     return parse
 
@@ -70,7 +80,7 @@ class Hosting:
         "ENGINE_PUBLIC",
         False,
         _flag,
-        "1 where strangers come: tighter limits",
+        "1 where strangers come: tighter limits, and the guardrail",
     )
     login: tuple[str, str] | None = _setting(
         "ENGINE_AUTH",
@@ -78,6 +88,10 @@ class Hosting:
         _login,
         "`user:password`, or a file that holds it; only the health checks don't ask for it",
     )
+    guardrail: str = _setting(
+        "ENGINE_GUARDRAIL", "auto", _choice(*GUARDRAIL),
+        "`on`, `off` or `auto`: on where strangers come and `pan2_guardrail` is installed",
+    )  # fmt: skip
     max_queue: int = _setting("ENGINE_MAX_QUEUE", 100, _whole(1, 10_000), "jobs that may wait; one more is refused", 20)
     jobs_per_address: int = _setting(
         "ENGINE_JOBS_PER_ADDRESS", 0, _whole(0, 10_000), "jobs of one address that wait or run at once; 0: no limit", 5

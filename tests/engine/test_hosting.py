@@ -49,6 +49,7 @@ def test_where_strangers_come_the_limits_are_tighter_unless_they_are_set():
         ("ENGINE_MAX_QUEUE", "9" * 5000, "must be a whole number"),
         ("ENGINE_MAX_QUEUE", "٣", "must be a whole number"),
         ("GRADIO_SERVER_PORT", "70000", "whole number from 1 to 65535"),
+        ("ENGINE_GUARDRAIL", "yes", "must be one of auto, on, off"),
         ("ENGINE_AUTH", "/no/such/file", 'must be "user:password" or a file'),
         ("ENGINE_AUTH", "user:", "neither of them empty"),
         ("ENGINE_AUTH", ":secret", "neither of them empty"),
