@@ -43,9 +43,9 @@ CANDIDATES: tuple[tuple[bool, TextPlace], ...] = (
     (True, "host"),
 )
 ABOUT_TEXT = {
-    "resident": "stays on the device",
-    "visiting": "is on the device while it reads a prompt, else in host memory",
-    "host": "stays on the host and runs there",
+    "resident": "on the device",
+    "visiting": "on the device while it reads a prompt, else in host memory",
+    "host": "on the host, where it runs",
 }
 
 
@@ -110,18 +110,18 @@ class Placement:
 
     def lines(self) -> dict[str, str]:
         """The plan with its numbers, for people to read."""
-        w, stages = self.weights, ", ".join(f"{name} {in_words(size)}" for name, size in self.stages.items())
+        w, machine = self.weights, self.machine
         blocks = f"{in_words(w.blocks)} of blocks"
         if self.stream:
             blocks += f" in host memory, {SLOTS} at a time on the device ({in_words(SLOTS * w.block)})"
-        free, host = (in_words(n) if n is not None else "unknown" for n in (self.machine.free, self.machine.host))
+        free, host = (in_words(n) if n is not None else "an unknown amount" for n in (machine.free, machine.host))
+        stages = ", ".join(f"{in_words(size)} for {name}" for name, size in self.stages.items())
+        on_host = "" if machine.device == "cpu" else f"; {in_words(self.host)} of the host, which has {host} free"
         return {
-            "Placement": f"{self.precision}: {self.reason}",
-            "Transformer's weights": f"{blocks}, {in_words(w.rest)} beside; {in_words(w.mapped)} stay in their file",
-            "Text encoder's weights": f"{in_words(w.text)}; it {ABOUT_TEXT[self.text]}",
-            "Decoder's weights": in_words(w.vae),
-            "Memory planned": f"of the device {stages} ({free} were free)"
-            + (f"; of the host {in_words(self.host)} ({host} were free)" if self.machine.device != "cpu" else ""),
+            "Denoising": f"{self.precision}: {self.reason}",
+            "Weights": f"{blocks}, {in_words(w.rest)} of the transformer beside them, {in_words(w.mapped)} in their "
+            f"file; text encoder {in_words(w.text)}, {ABOUT_TEXT[self.text]}; decoder {in_words(w.vae)}",
+            "Memory planned": f"{stages}, of {free} that were free{on_host}",
         }
 
 
@@ -211,7 +211,7 @@ def _working(info: Description, request: Request, precision: str, machine: Machi
     # On a GPU the decoder computes on a 16-bit copy of its weights.
     copied = 0 if machine.device == "cpu" else info.vae.device_bytes(torch.bfloat16)
     return {
-        "prompt": 0,
+        "the prompt": 0,
         "denoising": denoise_bytes(config, request, ITEM[precision]) + witness,
         "decoding": decoding + copied,
     }
@@ -226,7 +226,7 @@ def _needed(
     kept += DEVICE_RESERVE if machine.device == "cuda" else 0
     kept += weights.blocks if stream and machine.device == "cpu" else 0
     stages = {stage: kept + size for stage, size in working.items()}
-    stages["prompt"] += weights.text if text == "visiting" else 0
+    stages["the prompt"] += weights.text if text == "visiting" else 0
     host = (weights.blocks if stream else 0) + (weights.text if text != "resident" else 0)
     return stages, host + (HOST_RESERVE if machine.device == "cuda" else 0)
 

@@ -295,13 +295,13 @@ def test_the_step_cache_is_in_the_figures_and_full_has_none(engine, tmp_path, mo
 
 def test_streamed_blocks_make_the_same_video_and_the_plan_is_shown(engine, tmp_path):
     _, expected = generate(engine, tmp_path / "resident")
-    assert "fp32: a CPU is faster" in engine.about()["Placement"]
+    assert "fp32: a CPU is faster" in engine.about()["Denoising"]
     _, streamed = generate(engine, tmp_path / "streamed", denoise=DenoiseSettings(offload="blocks"))
     assert streamed == expected
-    assert "in host memory, 2 at a time" in engine.about()["Transformer's weights"]
+    assert "in host memory, 2 at a time" in engine.about()["Weights"]
     _, again = generate(engine, tmp_path / "again")
     assert again == expected
-    assert "in host memory" not in engine.about()["Transformer's weights"]
+    assert "in host memory" not in engine.about()["Weights"]
 
 
 def test_fp8_is_refused_on_a_cpu_before_any_work(engine, tmp_path):

@@ -65,12 +65,13 @@ def test_where_things_go_on_cards_of_different_sizes(pan2, gib, host, fp8, preci
 
 def test_the_numbers_are_shown(pan2):
     lines = place(pan2, request(), gpu(24, 128)).lines()
-    assert "with everything on the device" in lines["Placement"] and lines["Placement"].startswith("bf16: as released")
-    assert "44.0 GiB of blocks in host memory, 2 at a time on the device (2.0 GiB)" in lines["Transformer's weights"]
-    assert lines["Transformer's weights"].endswith("16.5 GiB stay in their file")
-    assert "14.0 GiB; it is on the device while it reads a prompt" in lines["Text encoder's weights"]
-    assert "denoising" in lines["Memory planned"] and "(23.4 GiB were free)" in lines["Memory planned"]
-    assert "everything fits on the device at once" in place(pan2, request(), gpu(141)).lines()["Placement"]
+    assert "with everything on the device" in lines["Denoising"] and lines["Denoising"].startswith("bf16: as released")
+    assert "44.0 GiB of blocks in host memory, 2 at a time on the device (2.0 GiB)" in lines["Weights"]
+    assert "16.5 GiB in their file" in lines["Weights"]
+    assert "text encoder 14.0 GiB, on the device while it reads a prompt" in lines["Weights"]
+    assert "GiB for denoising" in lines["Memory planned"] and "of 23.4 GiB that were free" in lines["Memory planned"]
+    assert "of the host, which has 128.0 GiB free" in lines["Memory planned"]
+    assert "everything fits on the device at once" in place(pan2, request(), gpu(141)).lines()["Denoising"]
 
 
 def test_a_machine_on_which_nothing_fits_hears_the_shortfall(pan2):
@@ -123,7 +124,7 @@ def test_a_survey_loads_nothing_and_says_where_its_numbers_come_from(monkeypatch
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: gpu(141)))
     lines = survey("IFM/PAN2", request(), torch.device("cuda:0"))
     assert lines["Request"] == "121 frames of 1248 x 704"
-    assert "published" in lines["Note"] and lines["Placement"].startswith("bf16: as released")
+    assert "published" in lines["Note"] and lines["Denoising"].startswith("bf16: as released")
     with pytest.raises(CheckpointError, match="someone/else is not on this machine yet"):
         survey("someone/else", request(), torch.device("cuda:0"))
 
@@ -131,6 +132,6 @@ def test_a_survey_loads_nothing_and_says_where_its_numbers_come_from(monkeypatch
 def test_the_command_line_prints_the_plan(capsys):
     assert main(["--plan", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
-    assert lines["Placement"].startswith("fp32") and "were free" in lines["Memory planned"] and "Note" not in lines
+    assert lines["Denoising"].startswith("fp32") and "were free" in lines["Memory planned"] and "Note" not in lines
     assert main(["--plan", "--precision", "fp8"]) == 2
     assert "need an NVIDIA GPU" in capsys.readouterr().err
