@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import platform
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from engine.settings import DecodeSettings, DenoiseSettings
 from kernels.choose import Choice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+TEXTS_KEPT = 8  # at most 12 MiB each; the negative prompt is mostly the same
 Report = Callable[[str, int, int], None]
 
 
@@ -71,6 +74,7 @@ class LocalExecutor:
         # The size that the memory plan is for; larger requests may still fit.
         self.typical = Request("", "", height=64, width=64, frames=1, steps=1, shift=1.0, guidance=1.0, seed=0)
         self.placement: Placement | None = None
+        self._texts: OrderedDict[str, TextEmbedding] = OrderedDict()
         self._switches: tuple[str, str] | None = None
         self.paths: tuple[Choice, ...] = ()
         self._lock = threading.Lock()
@@ -151,10 +155,14 @@ class LocalExecutor:
 
     def encode_prompt(self, prompt: str) -> TextEmbedding:
         """[1, L, D], see `engine.prompt`."""
-        if self.placement.text != "visiting":
-            return self.text.encode(prompt)
-        with visit(self.text.model, self.device):
-            return self.text.encode(prompt)
+        if prompt not in self._texts:
+            away = self.placement.text == "visiting"
+            with visit(self.text.model, self.device) if away else nullcontext():
+                self._texts[prompt] = self.text.encode(prompt)
+            if len(self._texts) > TEXTS_KEPT:
+                self._texts.popitem(last=False)
+        self._texts.move_to_end(prompt)
+        return self._texts[prompt]
 
     def count_tokens(self, prompt: str) -> int:
         """Tokens of a prompt, see `engine.prompt.count_tokens`."""
@@ -222,5 +230,6 @@ class LocalExecutor:
         """Let go of every weight."""
         with self._lock:
             self.transformer = self.text = self.vae = self.folder = self.placement = self._switches = None
+            self._texts.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

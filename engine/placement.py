@@ -33,7 +33,7 @@ ITEM = {"fp32": 4, "bf16": 2, "fp8": 2}
 # Of a GPU, for its libraries' workspaces and what the allocator can't use; of the host, for the process itself.
 DEVICE_RESERVE, HOST_RESERVE = 2**30, 2 * 2**30
 # Blocks resident or streamed, and where the text encoder is. A stream costs nothing where its copies hide behind the
-# blocks' work; a visit costs a second or two a prompt; a text encoder of this size on a CPU a minute.
+# blocks' work; a visit costs a copy of the text encoder for every new prompt; on a CPU it is slowest.
 CANDIDATES: tuple[tuple[bool, TextPlace], ...] = (
     (False, "resident"),
     (False, "visiting"),

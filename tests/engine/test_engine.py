@@ -315,10 +315,21 @@ def test_a_visiting_text_encoder_gives_the_same_embedding(engine):
     executor = engine.executor
     expected = executor.encode_prompt("a red circle").embedding
     executor.placement = dataclasses.replace(executor.placement, text="visiting")
+    executor._texts.clear()
     assert torch.equal(executor.encode_prompt("a red circle").embedding, expected)
     assert not executor.holds(engine.preset.denoise)
     engine.load()
     assert executor.placement.text == "resident"
+
+
+def test_a_prompt_is_read_once_until_others_have_come(engine, monkeypatch):
+    engine.load()
+    engine.executor._texts.clear()
+    encode, read = engine.executor.text.encode, []
+    monkeypatch.setattr(engine.executor.text, "encode", lambda prompt: read.append(prompt) or encode(prompt))
+    for prompt in ("", "a", "", "b", "", *"cdefgh", "", "a"):
+        engine.executor.encode_prompt(prompt)
+    assert read == ["", *"abcdefgh", "a"]
 
 
 def test_too_little_memory_is_said_before_anything_is_loaded(toy_preset, tmp_path, monkeypatch):

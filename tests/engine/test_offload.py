@@ -67,7 +67,7 @@ def test_a_pass_that_ends_after_its_first_block_leaves_the_next_one_whole():
     expected = model(*inputs)
     BlockStream(model.transformer_blocks, CPU)
     blocks = model.blocks
-    model.blocks = lambda *arguments: blocks(*arguments, lambda before, after: True) or arguments[0]
+    model.blocks = lambda x, c, m, rope, enough: x if blocks(x, c, m, rope, lambda *_: True) is None else None
     model(*inputs)
     model.blocks = blocks
     assert torch.equal(model(*inputs), expected)
