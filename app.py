@@ -54,9 +54,10 @@ MULTIPART_BYTES = 64 * 2**10
 
 
 class Page:
-    """The tabs, in their order, and the tab on the machine."""
+    """The tabs, in their order, and the tab on the machine. listed: whether visitors see, and may delete, what others
+    made."""
 
-    def __init__(self, engine: Engine, jobs: Jobs) -> None:
+    def __init__(self, engine: Engine, jobs: Jobs, listed: bool = True) -> None:
         self.engine = engine
         with gr.Blocks(
             title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
@@ -66,7 +67,8 @@ class Page:
             with gr.Tabs() as tabs:
                 for tab in (self.generate, world):
                     tab.build(self.demo)
-                self.history.build(self.demo, tabs)
+                if listed:
+                    self.history.build(self.demo, tabs)
                 compare.build(self.demo)
                 self._system_tab()
             world.come_from(self.generate.onward, self.generate.job, tabs)
@@ -85,9 +87,9 @@ class Page:
         return details.system(about, self.engine.paths(), self.engine.readiness(), memory_now())
 
 
-def build(engine: Engine, jobs: Jobs) -> gr.Blocks:
-    """The whole page. engine: for readiness, estimates and facts; jobs: does the work."""
-    return Page(engine, jobs).demo
+def build(engine: Engine, jobs: Jobs, listed: bool = True) -> gr.Blocks:
+    """The whole page. engine: for readiness, estimates and facts; jobs: does the work; listed: as of `Page`."""
+    return Page(engine, jobs, listed).demo
 
 
 def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
@@ -110,7 +112,7 @@ def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
     app.include_router(live_router(lambda job: _live_source(jobs, job)))
     if hosting.metrics:
         app.include_router(metrics_router(Metrics(jobs)))
-    demo = build(engine, jobs).queue(max_size=64, api_open=False)
+    demo = build(engine, jobs, listed=not hosting.public).queue(max_size=64, api_open=False)
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;
     # in a mounted one, any file of the server could be asked for.
     demo.has_launched = demo.is_running = True

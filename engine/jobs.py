@@ -320,7 +320,11 @@ class Jobs:
     def _tell(self, state: Job) -> None:
         """Let listeners know that a job has ended."""
         for listener in self.on_end:
-            listener(copy.copy(state))
+            try:
+                listener(copy.copy(state))
+            except Exception:
+                # The worker must survive it, the log keeps the trace.
+                log.exception("the end of job %s could not be told", state.id)
 
     def _save(self, state: Job) -> None:
         """Write down what a job is. One that can't be written goes on: its video is worth more than its record."""

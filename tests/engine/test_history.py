@@ -60,6 +60,13 @@ def filled(tab, changed):
     return {name: changed[field] for name, field in tab.generate.fields.items()}
 
 
+def test_where_strangers_come_nobody_sees_or_deletes_what_others_made(jobs):
+    labels = {
+        block.label for block in app.build(jobs.engine, jobs, listed=False).blocks.values() if hasattr(block, "label")
+    }
+    assert "History" not in labels and "Generate" in labels
+
+
 def test_an_empty_list_says_what_to_do(tab):
     assert "Make one on the Generate tab" in Elements(tab.show()).text
 
