@@ -280,7 +280,8 @@ def write_tiles(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None
         return
     pairs = out.shape[3]
     wide, numbers = (triton.cdiv(h * pairs, sizes["P"]), out.shape[1]), (t, pairs, w, h * pairs)
-    launch(_wide_tiles, wide, x.device, out, x, *vectors, history, *numbers, *strides, C=c, **sizes, **flags)
+    warps = {"num_warps": 8}  # six frames of four columns are in registers at once: with 4 warps, all 255 of a thread
+    launch(_wide_tiles, wide, x.device, out, x, *vectors, history, *numbers, *strides, C=c, **sizes, **flags, **warps)
     launch(_remember, grid, x.device, history, x, *vectors, t, w, h * w, *before, behind, C=c, **sizes, **flags)
 
 
