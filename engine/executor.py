@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 import threading
 from collections import OrderedDict
@@ -31,6 +32,8 @@ from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
 from kernels.choose import Choice
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 TEXTS_KEPT = 8  # at most 12 MiB each; the negative prompt is mostly the same
@@ -87,6 +90,8 @@ class LocalExecutor:
             if self.folder is None:
                 self._load_folder(settings, report)
             wanted = self.plan(settings)
+            if wanted.precision == "fp8" != settings.precision:
+                log.warning("The transformer runs in fp8: %s.", wanted.reason)
             if self.placement is None or self.placement.text != wanted.text:
                 self.text.model.to(self._text_device(wanted))
             if self.placement is None or not self.placement.same_transformer(wanted):

@@ -339,3 +339,13 @@ def test_too_little_memory_is_said_before_anything_is_loaded(toy_preset, tmp_pat
     with pytest.raises(ResourceError, match=r"9 frames of 96 x 64 do not fit .* of cpu memory are needed, 1.0 MiB"):
         generate(engine, tmp_path)
     assert engine.readiness().state == "failed"
+
+
+def test_fp8_that_nobody_asked_for_is_logged_with_its_reason(engine, monkeypatch, caplog):
+    plan = engine.executor.plan
+    forced = {"precision": "fp8", "reason": "bf16 does not fit here"}
+    monkeypatch.setattr(engine.executor, "plan", lambda settings: dataclasses.replace(plan(settings), **forced))
+    with caplog.at_level("WARNING"):
+        engine.load()
+    assert "The transformer runs in fp8: bf16 does not fit here." in caplog.text
+    assert engine.executor.precision == "fp8" == engine.about()["Denoising"].split(":")[0]

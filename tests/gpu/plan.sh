@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # On one GPU of 80 GiB or more: what of fp8, streamed blocks and the memory plan needs a device. Prints a short table last.
-# Records go into engine/benchmarks.md. Carried wheels: put them in wheels/ (diffusers, imageio-ffmpeg).
+# Records go into engine/benchmarks.md. Packages that the machine lacks are taken from wheels/, made elsewhere by
+# pip download -d wheels --no-deps diffusers imageio-ffmpeg importlib-metadata zipp
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-.}
 python=${PYTHON:-python3}
-[ -d wheels ] && "$python" -m pip install -q --no-index --find-links wheels diffusers imageio-ffmpeg
+[ -d wheels ] && "$python" -m pip install -q --no-index --no-deps wheels/*.whl
 
 failed=0
 step() {
