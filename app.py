@@ -62,8 +62,8 @@ class Page:
         with gr.Blocks(
             title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
         ) as self.demo:
-            self.generate, world = GenerateTab(engine, jobs), WorldTab(engine, jobs)
-            self.history, compare = HistoryTab(engine, jobs, self.generate), CompareTab(engine, jobs)
+            self.generate, world = GenerateTab(engine, jobs), WorldTab(engine, jobs, listed)
+            self.history, compare = HistoryTab(engine, jobs, self.generate), CompareTab(engine, jobs, listed)
             with gr.Tabs() as tabs:
                 for tab in (self.generate, world):
                     tab.build(self.demo)

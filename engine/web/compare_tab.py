@@ -31,8 +31,8 @@ class CompareTab:
     costs; jobs: does the work.
     """
 
-    def __init__(self, engine: Engine, jobs: Jobs) -> None:
-        self.engine, self.jobs = engine, jobs
+    def __init__(self, engine: Engine, jobs: Jobs, listed: bool = True) -> None:
+        self.engine, self.jobs, self.listed = engine, jobs, listed
         self.fields: dict[str, gr.components.Component] = {}
         self.job = gr.BrowserState("", storage_key="compare", secret="compare")
         self.timer = gr.Timer(TICK_SECONDS, active=False)
@@ -52,7 +52,8 @@ class CompareTab:
         fields, preset = self.fields, self.engine.preset
         decoders = decoder_menu(self.engine)
         gr.HTML(render.about(self.engine.decoders()), **PLAIN)
-        fields["source"] = gr.Dropdown(list(SOURCES.items()), value=start.source, label="Latents")
+        sources = [(label, name) for label, name in SOURCES.items() if self.listed or name != "job"]
+        fields["source"] = gr.Dropdown(sources, value=start.source, label="Latents")
         with gr.Column(visible=False) as self.of_job:
             fields["job"] = gr.Dropdown([], label="Video", allow_custom_value=False)
         with gr.Column(visible=False) as self.of_file:
@@ -98,7 +99,7 @@ class CompareTab:
 
     def choose(self, source: str) -> list[Any]:
         """Show what belongs to a kind of latents."""
-        videos = saved_videos(self.jobs.outputs) if source == "job" else []
+        videos = saved_videos(self.jobs.outputs) if source == "job" and self.listed else []
         shown = [gr.update(visible=source == name) for name in ("job", "file", "random")]
         return [*shown, gr.update(choices=videos, value=videos[0][1] if videos else None)]
 

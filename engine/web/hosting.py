@@ -80,7 +80,7 @@ class Hosting:
         "ENGINE_PUBLIC",
         False,
         _flag,
-        "1 where strangers come: tighter limits, the guardrail, no History tab, since it shows all videos to everybody",
+        "1 where strangers come: tighter limits, the guardrail, no History tab and no list of videos made here",
     )
     login: tuple[str, str] | None = _setting(
         "ENGINE_AUTH",

@@ -34,11 +34,12 @@ class WorldTab:
     """Made inside a gr.Blocks, before its tabs; `build` then adds the tab.
 
     Nothing of a visitor is kept here: where he is stands in his browser, {"from": the video whose last frame is seen,
-    "group": the candidates that were asked for last}. engine: checks and estimates; jobs: does the work.
+    "group": the candidates that were asked for last}. engine: checks and estimates; jobs: does the work; listed: whether
+    visitors see what others made.
     """
 
-    def __init__(self, engine: Engine, jobs: Jobs) -> None:
-        self.engine, self.jobs, self.preset = engine, jobs, engine.preset
+    def __init__(self, engine: Engine, jobs: Jobs, listed: bool = True) -> None:
+        self.engine, self.jobs, self.preset, self.listed = engine, jobs, engine.preset, listed
         self.place = gr.BrowserState(NOTHING, storage_key="world", secret="world")
         self.timer = gr.Timer(TICK_SECONDS, active=False)
 
@@ -59,8 +60,8 @@ class WorldTab:
             self.back = gr.Button("Step back", visible=False, size="sm", min_width=110)
             self.fresh = gr.Button("Begin anew", visible=False, size="sm", min_width=110)
         with gr.Accordion("Begin elsewhere", open=True) as self.begin:
-            self.video = gr.Dropdown([], label="The end of a video made here", allow_custom_value=False)
-            self.image = first_frame(label="Or a picture", height=150, elem_id="world-picture")
+            self.video = gr.Dropdown([], label="The end of a video made here", visible=self.listed)
+            self.image = first_frame(label="A picture", height=150, elem_id="world-picture")
         self.actions = [
             gr.Textbox(
                 label=f"Action {letter}",
@@ -96,7 +97,8 @@ class WorldTab:
         shown = self._shown()
         moved = self._moved()
         gr.on([demo.load, self.timer.tick, self.tab.select], self.look, {self.place, *shown}, moved, **QUIET)
-        gr.on([demo.load, self.tab.select], self.list_videos, None, self.video, **QUIET)
+        if self.listed:
+            gr.on([demo.load, self.tab.select], self.list_videos, None, self.video, **QUIET)
         self.go.click(self.start, {self.place, *form, *shown}, {*moved, self.plan}, **QUIET)
         self.stop.click(self.cancel, self.place, self.stop, **QUIET)
         self.video.input(self.begin_with, {self.video, self.place, *shown}, {*moved, *self.actions}, **QUIET)

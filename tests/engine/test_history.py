@@ -61,10 +61,11 @@ def filled(tab, changed):
 
 
 def test_where_strangers_come_nobody_sees_or_deletes_what_others_made(jobs):
-    labels = {
-        block.label for block in app.build(jobs.engine, jobs, listed=False).blocks.values() if hasattr(block, "label")
-    }
-    assert "History" not in labels and "Generate" in labels
+    blocks = app.build(jobs.engine, jobs, listed=False).blocks.values()
+    named = {block.label: block for block in blocks if getattr(block, "label", None)}
+    assert "History" not in named and "Generate" in named
+    assert not named["The end of a video made here"].visible
+    assert [name for _, name in named["Latents"].choices] == ["random", "file"]
 
 
 def test_an_empty_list_says_what_to_do(tab):
