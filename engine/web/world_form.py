@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.errors import RequestError
 from engine.job import JobState
 from engine.request import Request
-from engine.web.form import build_request, fitting_size, parse_size
+from engine.web.form import build_request, checked, fitting_size, parse_size
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class WorldForm:
             raise RequestError("No action is written down. Say in one or more of the fields what happens next.")
         if len(actions) > MAX_BRANCHES:
             raise RequestError(f"{len(actions)} actions are too many; at most {MAX_BRANCHES} are tried together.")
-        first = self._request(engine, seen, actions[0])
-        engine.check(first)
+        first = checked(engine, self._request(engine, seen, actions[0]))
         return [dataclasses.replace(first, prompt=action) for action in actions]
 
     def _request(self, engine: Engine, seen: JobState | None, prompt: str) -> Request:
         """The settings of the video that it goes on from; those of the preset for a picture."""
         preset = engine.preset
+        size = (preset.defaults.height, preset.defaults.width)
+        image = self.image if seen is None else str(observation(seen))
+        if not image:
+            raise RequestError("There is nothing to go on from. Give a picture, or choose a video made here.")
+        if seen is None and (fitting := fitting_size(preset, image)):
+            size = parse_size(fitting)
+        height, width = size
+        new = build_request(preset, prompt, image, self.seconds, None, height=height, width=width, seed=self.seed)
         if seen is None:
-            if not self.image:
-                raise RequestError("There is nothing to go on from. Give a picture, or choose a video made here.")
-            size = fitting_size(preset, self.image)
-            height, width = parse_size(size) if size else (preset.defaults.height, preset.defaults.width)
-            more = {"image": self.image, "height": height, "width": width, "decoder": None}
-        else:
-            kept = ("negative_prompt", "height", "width", "steps", "shift", "guidance", "denoise")
-            more = {name: getattr(seen.request, name) for name in kept}
-            more |= {"image": str(observation(seen)), "decoder": seen.request.decode.path}
-        return build_request(preset, prompt=prompt, seconds=self.seconds, seed=self.seed, **more)
+            return new
+        own = {"prompt": new.prompt, "image": new.image, "frames": new.frames, "seed": new.seed}
+        return dataclasses.replace(seen.request, **own)

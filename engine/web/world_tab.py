@@ -34,7 +34,7 @@ class WorldTab:
     """Made inside a gr.Blocks, before its tabs; `build` then adds the tab.
 
     Nothing of a visitor is kept here: where he is stands in his browser, {"from": the video whose last frame is seen,
-    "group": the candidates that were asked for last}. engine: checks and estimates; jobs: does the work; listed: whether
+    "group": the candidates that were asked for last}. engine: checks, estimates; jobs: does the work; listed: whether
     visitors see what others made.
     """
 
