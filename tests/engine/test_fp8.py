@@ -1,13 +1,17 @@
 """fp8 products: their arithmetic against float64, which layers go, and how far a model moves."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
-from engine import fp8
+from engine import checkpoint, fp8
+from engine.checkpoint import load_transformer
 from engine.errors import RequestError
 from engine.fp8 import Fp8Linear, convert, lack, quantised, reference_product
 from kernels.quantise_rows.reference import quantise_rows
+from tests import toy
 from tests.engine.random_model import random_model
 
 
@@ -107,3 +111,35 @@ def test_a_device_without_fp8_is_said(monkeypatch):
         assert bool(lack(torch.device("cuda:0"))) == missing
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "compute capability 8.9" in lack(torch.device("cuda:0")) and "A100 has 8.0" in lack(torch.device("cuda:0"))
+
+
+@pytest.fixture
+def deeper(toy_checkpoint, tmp_path):
+    """The toy checkpoint with a transformer of four layers, so that there are inner ones."""
+    config, draw = toy.TRANSFORMER | {"num_layers": 4}, torch.Generator().manual_seed(0)
+    folder = shutil.copytree(toy_checkpoint, tmp_path / "deeper")
+    shutil.rmtree(folder / "transformer")
+    shapes = toy.transformer_shapes(config)
+    tensors = {name: toy.random_tensor(name, shape, draw).bfloat16() for name, shape in shapes.items()}
+    toy.write_json(folder / "transformer" / "config.json", config)
+    toy.write_shards(folder / "transformer", "diffusion_pytorch_model", tensors, shards=2)
+    return folder
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_weights_become_fp8_one_by_one_as_they_come_from_the_file(deeper, stream):
+    cpu, inputs = torch.device("cpu"), random_model(layers=1)[1]
+    expected = convert(load_transformer(deeper, cpu, torch.bfloat16))
+    loaded = load_transformer(deeper, cpu, torch.bfloat16, fp8=True, stream=stream)
+    kinds = [{p.dtype for p in block.ff.parameters()} for block in loaded.transformer_blocks]
+    assert kinds == [{torch.bfloat16}, *[{torch.bfloat16, torch.float8_e4m3fn}] * 2, {torch.bfloat16}]
+    assert torch.equal(loaded(*inputs), expected(*inputs))
+
+
+def test_memory_is_asked_for_by_the_bytes_of_fp8(deeper, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint, "require_memory", lambda what, needed, *_: asked.append(needed))
+    for fp8_weights in (False, True):
+        load_transformer(deeper, torch.device("cpu"), torch.bfloat16, fp8=fp8_weights)
+    matrices = sum(layer.weight.numel() for _, layer in quantised(load_transformer(deeper, "cpu", torch.bfloat16)))
+    assert asked[0] - asked[1] == matrices
