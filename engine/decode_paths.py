@@ -93,7 +93,7 @@ def _auto_precision(path: str, device: torch.device, why: str) -> tuple[str, str
     return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
 
 
-_prepared: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, str], PortableDecoder]] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], PortableDecoder]] = weakref.WeakKeyDictionary()
 
 
 def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
@@ -101,11 +101,11 @@ def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
     from kernels.vae_decode.portable import PortableDecoder
     from kernels.vae_decode.table import routes
 
-    key = (choice.path, choice.precision)
+    device = vae.post_quant_conv.weight.device
+    key = (choice.path, choice.precision, str(device))
     kept = _prepared.get(vae)
     if kept is None or kept[0] != key:
         _prepared.pop(vae, None)
-        device = vae.post_quant_conv.weight.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         ways, parts = routes(name, choice.precision, choice.path), _parts(vae, choice.path, device)
         kept = (key, PortableDecoder(vae, DTYPES[choice.precision], ways, **parts))

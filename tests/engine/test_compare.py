@@ -11,6 +11,7 @@ from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structu
 
 from engine.compare import (
     FP32,
+    LEVEL,
     REDUCED,
     SAME,
     Decoder,
@@ -152,6 +153,7 @@ def test_the_difference_is_amplified_and_cut_at_white():
 def test_limits_follow_from_what_is_compared():
     reference, plain = Decoder("reference", "fp32"), Decoder("plain", "fp32")
     assert limits_for(plain, plain) is SAME
+    assert limits_for(Decoder("portable", "fp16"), Decoder("portable", "fp16")) is LEVEL
     assert limits_for(plain, reference) is FP32
     assert limits_for(Decoder("plain", "bf16"), reference) is REDUCED
     assert limits_for(Decoder("reference", "tf32"), reference) is REDUCED
@@ -166,6 +168,8 @@ def test_limits_follow_from_what_is_compared():
         (FP32, {"psnr": math.inf, "ssim": 1.0}, True, "infinite (identical)"),
         (SAME, {"same_bytes": 1.0}, True, "Every byte is the same"),
         (SAME, {"same_bytes": 0.5}, False, "50.000% of the bytes differ"),
+        (LEVEL, {"max_levels": 1}, True, "No byte is further off than 1 of 255 levels (at most 1)"),
+        (LEVEL, {"max_levels": 2}, False, "2 of 255 levels (at most 1)"),
     ],
 )
 def test_the_verdict_names_figures_and_limits(limits, values, passed, words):
