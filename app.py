@@ -18,6 +18,7 @@ import gradio as gr
 import uvicorn
 from gradio.utils import get_upload_folder
 
+from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
 from engine.guardrail import guarded, in_words
@@ -156,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("app.py", description="The page: from a prompt to a video.")
     parser.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file (ENGINE_PRESET)")
     parser.add_argument("--checkpoint", help="a folder, or a repository on the Hub (ENGINE_CHECKPOINT)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
+    parser.add_argument("--devices", default=devices_from_environment(), help=f"{RULE} (ENGINE_DEVICES)")
     parser.add_argument("--outputs", type=Path, help="folder for jobs (ENGINE_OUTPUTS)")
     parser.add_argument("--host", help="address to listen on (GRADIO_SERVER_NAME)")
     parser.add_argument("--port", type=_port, help="port to listen on (GRADIO_SERVER_PORT)")
@@ -196,7 +197,7 @@ def main() -> None:
         hosting = settings(arguments)
         preset = preset_from_environment(hosting.preset, hosting.checkpoint)
         outputs = _outputs(hosting.outputs)
-        engine = guarded(Engine(preset, arguments.device), hosting.guardrail, hosting.public, outputs)
+        engine = guarded(Engine(preset, arguments.devices), hosting.guardrail, hosting.public, outputs)
         jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
     except EngineError as error:
         raise SystemExit(str(error)) from error

@@ -19,6 +19,7 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from engine import compare_cli
+from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, MediaError, RequestError
 from engine.events import (
@@ -99,7 +100,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file")
     model.add_argument("--checkpoint", help="a checkpoint folder, or a repository on the Hub")
-    model.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+    model.add_argument("--devices", default=devices_from_environment(), help=f"{RULE} (ENGINE_DEVICES)")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> Any:
@@ -226,7 +227,7 @@ def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
     check_out(arguments.out, arguments.keep)
     preset = preset_from_environment(arguments.preset, arguments.checkpoint)
     request = make_request(arguments, preset)
-    engine = Engine(preset, arguments.device)
+    engine = Engine(preset, arguments.devices)
     engine.check(request)
     engine.load(request.denoise)
     print(
@@ -240,7 +241,7 @@ def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
 def decode(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
     """Decode saved latents; returns the figures."""
     check_out(arguments.out, arguments.keep)
-    engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.device)
+    engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.devices)
     settings = decode_settings(arguments)
     return deliver(arguments, lambda folder: engine.decode(arguments.latents, settings, folder, cancel))
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from engine.executor import choose_precision
+from engine.executors import Executor
 from engine.preset import Preset
 from kernels.choose import Choice
 
 
-def about(preset: Preset, executor: Any) -> dict[str, str]:
-    """Model, checkpoint, parts, device, precision, where all is, and versions. executor: see `engine.executor`."""
+def about(preset: Preset, executor: Executor) -> dict[str, str]:
+    """Model, checkpoint, parts, device, precision, where all is, and versions."""
     return {
         "Model": f"{preset.title}: {preset.about}",
         "Checkpoint": preset.checkpoint,
         **_parts(executor),
         "Device": executor.device_name(),
-        "Denoising": executor.precision or choose_precision(preset.denoise, executor.device),
+        "Denoising": executor.precision or choose_precision(preset.denoise, executor.devices[0]),
         **(executor.placement.lines() if executor.placement else {}),
         **{name: str(value) for name, value in executor.versions().items()},
     }
 
 
-def paths(preset: Preset, executor: Any) -> list[Choice]:
+def paths(preset: Preset, executor: Executor) -> list[Choice]:
     """The path of every operation with the preset's settings."""
-    path, precision, reason = executor.explain_decode(preset.decode)
+    path, precision, reason, _ = executor.explain_decode(preset.decode)
     return [*executor.denoise_paths(preset.denoise), Choice("decode", f"{path}, {precision}", reason)]
 
 
-def machine(preset: Preset, executor: Any) -> dict[str, Any]:
+def machine(preset: Preset, executor: Executor) -> dict[str, Any]:
     """What stats.json says of model and machine; the paths are those of the request that ran last."""
     return {
         "preset": preset.name,
@@ -41,7 +42,7 @@ def machine(preset: Preset, executor: Any) -> dict[str, Any]:
     }
 
 
-def _parts(executor: Any) -> dict[str, str]:
+def _parts(executor: Executor) -> dict[str, str]:
     if executor.folder is None:
         return {}
     return {

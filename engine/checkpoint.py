@@ -44,6 +44,7 @@ __all__ = [
     "describe",
     "load_scheduler",
     "load_text_encoder",
+    "load_tokenizer",
     "load_transformer",
     "load_vae",
     "resolve",
@@ -106,7 +107,7 @@ def load_text_encoder(
 
     where, device = Path(folder) / "text_encoder", torch.device(device)
     values = read_config(Path(folder), "text_encoder")
-    tokenizer = _load_tokenizer(Path(folder) / "tokenizer", values["vocab_size"])
+    tokenizer = load_tokenizer(folder)
     model = _build(where, lambda: trim(Qwen3_5TextModel(Qwen3_5TextConfig.from_dict(values))))
     entries = text_entries(where, list_tensors(where), values["num_hidden_layers"])
     # Its tables are computed, not stored, so those of the meta device are empty.
@@ -165,9 +166,11 @@ def _load(
     return model.eval().requires_grad_(False)
 
 
-def _load_tokenizer(where: Path, vocabulary: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder. CheckpointError if it can't be read or does not suit the text encoder."""
     from transformers import AutoTokenizer
 
+    where, vocabulary = Path(folder) / "tokenizer", read_config(Path(folder), "text_encoder")["vocab_size"]
     if not where.is_dir():
         raise CheckpointError(f"{where} is missing. Download tokenizer/ again; the checkpoint is incomplete.")
     try:

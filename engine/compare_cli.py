@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.compare import decibels
+from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.events import ComparisonFinished, Event
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--b", default="reference", metavar="DECODER", help="likewise (default: reference)")
     parser.add_argument("--preset", help=f"{', '.join(preset_names())}, or a .toml file")
     parser.add_argument("--checkpoint", help="a checkpoint folder, or a repository on the Hub")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N (default: auto)")
+    parser.add_argument("--devices", default=devices_from_environment(), help=f"{RULE} (ENGINE_DEVICES)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep both videos and the raw frames here")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON line on standard output")
     return parser
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(arguments: argparse.Namespace, cancel: threading.Event, show: Callable[[Event], None]) -> dict[str, Any]:
     """Do what the arguments say; returns the result as in compare.json. show: takes every event."""
-    engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.device)
+    engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.devices)
     # A wrong name is refused beside "list" too.
     sides = [parse_side(side) for side in (arguments.a, arguments.b) if side != "list"]
     if len(sides) < 2:

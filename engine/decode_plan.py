@@ -22,11 +22,12 @@ PASSES = (1, 4)  # latent frames of the first pass and of every later one: the f
 
 
 class Choice(NamedTuple):
-    """path and precision that run, and a sentence that says why."""
+    """path and precision that run, a sentence that says why, and how many devices share the rows."""
 
     path: str
     precision: str
     reason: str
+    devices: int = 1
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from engine.errors import Cancelled, EngineError, RequestError
 from engine.settings import Quality
 from engine.step_cache import make_cache
+
+if TYPE_CHECKING:
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
 
 @dataclass(frozen=True)

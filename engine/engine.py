@@ -26,7 +26,7 @@ from engine.decode_cost import CompareCost, DecodeCosts, decode_work
 from engine.denoise import Step
 from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
-from engine.executor import LocalExecutor, choose_device
+from engine.executors import Executor, build_executor
 from engine.latents import load_latents, save_latents
 from engine.measure import measure
 from engine.memory import in_words, memory_in_words
@@ -37,7 +37,7 @@ from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
-from engine.sides import Comparison, Option, RandomLatents, open_latents, options
+from engine.sides import Comparison, Option, RandomLatents, decoder_of, open_latents, options
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
 from kernels.choose import Choice
@@ -63,16 +63,16 @@ class Readiness:
 
 
 class Engine:
-    """One model on this machine. preset: what it does by default and at most; device: "auto", "cpu" or "cuda:N"."""
+    """One model on this machine. preset: what it does by default and at most; devices: see `engine.devices`."""
 
-    def __init__(self, preset: Preset, device: str = "auto") -> None:
+    def __init__(self, preset: Preset, devices: str = "auto") -> None:
         self.preset = preset
-        self.executor = LocalExecutor(preset.checkpoint, choose_device(device))
+        self.executor: Executor = build_executor(preset.checkpoint, devices)
         self.executor.typical = preset.request()
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
         self._rates: cost.Rates | None = None
         self._preview_map: LinearMap | None = None
-        self._costs = DecodeCosts(self.executor.device.type)
+        self._costs = DecodeCosts(self.executor.devices[0].type)
         self._running: Telemetry | None = None
         self._busy, self._loading = threading.Lock(), threading.Lock()
 
@@ -203,13 +203,13 @@ class Engine:
         if self._rates is None:
             return None
         latents = latent_shape(request.frames, request.height, request.width)[1:]
-        decode = self._costs.predict(self.decoder(request.decode), latents, self.executor.vae.config)
-        transformer = self.executor.transformer
-        return cost.estimate(transformer.config, request, self._rates, decode, transformer.dtype.itemsize)
+        executor, decoder = self.executor, self.decoder(request.decode)
+        decode = self._costs.predict(decoder, latents, executor.vae_config)
+        return cost.estimate(executor.transformer_config, request, self._rates, decode, executor.itemsize)
 
     def decoder(self, settings: DecodeSettings) -> Decoder:
         """Path and precision that settings mean on this machine. RequestError where there is no such path."""
-        return Decoder(*self.executor.explain_decode(settings)[:2])
+        return decoder_of(self.executor.explain_decode(settings))
 
     def decoders(self) -> list[Option]:
         """Every way to decode on this machine, with its reason."""
@@ -217,7 +217,7 @@ class Engine:
 
     def estimate_comparison(self, a: DecodeSettings, b: DecodeSettings, latents: tuple[int, int, int]) -> CompareCost:
         """What a comparison of latents [frames, height, width] will take. RequestError for an absent decoder."""
-        config = self.executor.vae.config if self.executor.folder else None
+        config = self.executor.vae_config if self.executor.folder else None
         costs = [self._costs.predict(self.decoder(settings), latents, config) for settings in (a, b)]
         return CompareCost(*costs, frames=video_frames(latents[0]), pixels=latents[1] * latents[2] * SPATIAL_FACTOR**2)
 
@@ -243,7 +243,7 @@ class Engine:
         """Give back every byte."""
         self.executor.close()
         self._rates = self._preview_map = None
-        self._costs = DecodeCosts(self.executor.device.type)
+        self._costs = DecodeCosts(self.executor.devices[0].type)
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
     # The stages of a run, in order.
@@ -293,7 +293,7 @@ class Engine:
                 yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * cost.pace(steps))
                 yield from previews.after(step)
         yield StageEnded("denoise", stage.seconds, stage.peaks)
-        self._rates = cost.learn_denoise(self._rates, self.executor.transformer.config, request, stage.seconds, steps)
+        self._rates = cost.learn_denoise(self._rates, self.executor.transformer_config, request, stage.seconds, steps)
         return step
 
     def _deliver(
@@ -305,8 +305,7 @@ class Engine:
         notes: dict[str, Any],
         cancel: threading.Event,
     ) -> Run[None]:
-        path, precision, reason = self.executor.explain_decode(settings)
-        notes |= {"decode": {"path": path, "precision": precision, "reason": reason}}
+        notes |= {"decode": self.executor.explain_decode(settings)._asdict()}
         height, width, frames = record.video_size(latents)
         with VideoWriter(folder, height, width, self.preset.fps, frames, record.metadata(notes)) as writer:
             error = yield from self._decode(telemetry, latents, settings, writer, frames, cancel)
@@ -380,7 +379,8 @@ class Engine:
 
     @contextmanager
     def _watched(self) -> Iterator[Telemetry]:
-        with Telemetry(self.executor.device) as telemetry:
+        self.executor.begin_request()
+        with Telemetry(self.executor.device, self.executor.memory) as telemetry:
             self._running = telemetry
             try:
                 yield telemetry

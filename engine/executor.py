@@ -19,11 +19,14 @@ import engine.checkpoint as files
 from engine import fp8
 from engine.attention import SMALL_TOKENS, TRUE_TOKENS, Shape, choose_attention
 from engine.condition import encode_image, prepare_image
-from engine.decode import FrameChunk, decode, explain, float_frames
+from engine.decode import decode, explain, float_frames
+from engine.decode_plan import Choice as DecodeChoice
+from engine.decode_plan import FrameChunk
 from engine.denoise import Step, denoise
 from engine.errors import RequestError
 from engine.fused import choose_fused
 from engine.latents import folder_hash
+from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.offload import visit
 from engine.placement import Machine, Placement, place
 from engine.preview import LinearMap, map_for
@@ -31,6 +34,7 @@ from engine.prompt import TextEmbedding
 from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
+from engine.telemetry import Memory, memory_now
 from kernels.choose import Choice
 
 log = logging.getLogger(__name__)
@@ -38,23 +42,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 TEXTS_KEPT = 8  # at most 12 MiB each; the negative prompt is mostly the same
 Report = Callable[[str, int, int], None]
-
-
-def choose_device(name: str = "auto") -> torch.device:
-    """The device of a name; "auto" is the first CUDA device, else the CPU. Raises RequestError for an absent one."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RequestError(f"device = {name!r} is not known; choose auto, cpu or cuda:0.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RequestError(f"device = {name!r} needs an NVIDIA GPU and a CUDA build of PyTorch; choose auto or cpu.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RequestError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices, from 0.")
-    if device.type not in ("cpu", "cuda"):
-        raise RequestError(f"device = {name!r} is not supported; choose auto, cpu or cuda:0.")
-    return device
 
 
 def choose_precision(settings: DenoiseSettings, device: torch.device) -> str:
@@ -67,12 +54,12 @@ def choose_precision(settings: DenoiseSettings, device: torch.device) -> str:
 class LocalExecutor:
     """All parts of a checkpoint on one device, in this process.
 
-    checkpoint: a folder or the name of a repository on the Hub; device: see `choose_device`.
+    checkpoint: a folder or the name of a repository on the Hub.
     """
 
     def __init__(self, checkpoint: str, device: torch.device) -> None:
         self.checkpoint = checkpoint
-        self.device = device
+        self.device, self.devices = device, (device,)
         self.folder: Path | None = None
         # The size that the memory plan is for; larger requests may still fit.
         self.typical = Request("", "", height=64, width=64, frames=1, steps=1, shift=1.0, guidance=1.0, seed=0)
@@ -104,9 +91,8 @@ class LocalExecutor:
 
     def _switch(self, settings: DenoiseSettings) -> None:
         self._switches = None
-        attention, fused = self.paths = self.denoise_paths(settings)
-        self.transformer.set_attention(attention.path)
-        self.transformer.set_fused_kernels(fused.path == "on")
+        self.paths = self.denoise_paths(settings)
+        switch(self.transformer, self.paths)
         self._switches = (settings.attention, settings.fused_kernels)
 
     def _load_folder(self, settings: DenoiseSettings, report: Report) -> None:
@@ -143,20 +129,28 @@ class LocalExecutor:
     def denoise_paths(self, settings: DenoiseSettings) -> tuple[Choice, Choice]:
         """Attention and fused kernels for these settings. Before the model is loaded nothing is tried out on the
         device. Raises RequestError for what can't run here."""
-        shape = None
-        if settings.precision == "fp8" and (absent := fp8.lack(self.device)):
-            raise RequestError(f"precision = 'fp8': {absent}. Choose auto, bf16 or fp32.")
-        if self.placement is not None and self.placement.same_transformer(self.plan(settings)):
-            config, tokens = self.transformer.config, TRUE_TOKENS if self.device.type == "cuda" else SMALL_TOKENS
-            dtype = DTYPES[self.placement.precision]
-            shape = Shape(dtype, config.num_attention_heads, config.attention_head_dim, tokens)
-        attention = choose_attention(settings.attention, self.device, shape)
-        return attention, choose_fused(settings.fused_kernels, self.device, shape)
+        loaded = self.placement is not None and self.placement.same_transformer(self.plan(settings))
+        return denoise_paths(settings, self.device, self.transformer if loaded else None)
 
     @property
     def precision(self) -> str | None:
         """Of the transformer, None before it is loaded."""
         return self.placement.precision if self.placement else None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one of the transformer's weights, once it is loaded."""
+        return self.transformer.dtype.itemsize
+
+    @property
+    def transformer_config(self) -> MMDiTConfig:
+        """The transformer's configuration, once it is loaded."""
+        return self.transformer.config
+
+    @property
+    def vae_config(self) -> Any:
+        """The VAE's configuration, once it is loaded."""
+        return self.vae.config
 
     def encode_prompt(self, prompt: str) -> TextEmbedding:
         """[1, L, D], see `engine.prompt`."""
@@ -214,7 +208,7 @@ class LocalExecutor:
         for frames in float_frames(self.vae, latents.to(self.device), settings, cancel):
             yield frames.cpu()
 
-    def explain_decode(self, settings: DecodeSettings) -> tuple[str, str, str]:
+    def explain_decode(self, settings: DecodeSettings) -> DecodeChoice:
         """Path, precision and the reason for them, for these settings on this device."""
         return explain(settings, self.device)
 
@@ -226,10 +220,18 @@ class LocalExecutor:
 
     def versions(self) -> dict[str, Any]:
         """What a report needs to be reproduced."""
-        cuda = (
-            {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if self.device.type == "cuda" else {}
-        )
-        return {"python": platform.python_version(), "torch": torch.__version__, **cuda}
+        return versions(self.device)
+
+    def memory(self) -> Memory:
+        """What is held at this moment."""
+        return memory_now()
+
+    def begin_request(self) -> None:
+        """Count what several devices do from now on; there is one."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each of several devices did since then: nothing."""
+        return []
 
     def close(self) -> None:
         """Let go of every weight."""
@@ -238,3 +240,32 @@ class LocalExecutor:
             self._texts.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def denoise_paths(
+    settings: DenoiseSettings, device: torch.device, model: PAN2Transformer3DModel | None
+) -> tuple[Choice, Choice]:
+    """Attention and fused kernels on a device. model: what they are tried with, None to try nothing out.
+
+    Raises RequestError for what can't run there.
+    """
+    shape = None
+    if settings.precision == "fp8" and (absent := fp8.lack(device)):
+        raise RequestError(f"precision = 'fp8': {absent}. Choose auto, bf16 or fp32.")
+    if model is not None:
+        config, tokens = model.config, TRUE_TOKENS if device.type == "cuda" else SMALL_TOKENS
+        shape = Shape(model.dtype, config.num_attention_heads, config.attention_head_dim, tokens)
+    return choose_attention(settings.attention, device, shape), choose_fused(settings.fused_kernels, device, shape)
+
+
+def switch(model: PAN2Transformer3DModel, paths: tuple[Choice, Choice]) -> None:
+    """Have a transformer take these paths."""
+    attention, fused = paths
+    model.set_attention(attention.path)
+    model.set_fused_kernels(fused.path == "on")
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """Of Python, PyTorch and, for a GPU, its libraries."""
+    cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if device.type == "cuda" else {}
+    return {"python": platform.python_version(), "torch": torch.__version__, **cuda}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,24 +15,26 @@ from engine.noise import draw_noise
 from engine.preset import Preset
 from engine.request import Request
 from engine.shapes import SIZE_MULTIPLE, latent_shape
-from engine.telemetry import memory_now
+
+if TYPE_CHECKING:
+    from engine.executors import Executor
 
 # Latent frames to decode: two passes after the first frame, the first of them cold.
 DECODED = 9
 NEVER = threading.Event()
 
 
-def measure(executor: Any, preset: Preset) -> Rates:
+def measure(executor: Executor, preset: Preset) -> Rates:
     """Rates from two passes of the smallest size, two of the preset's own, and the decoding of its first frames.
 
-    executor: see `engine.executor`, with everything loaded. The second of each is taken: shapes that are new cost a
+    executor: with everything loaded. The second of each is taken: shapes that are new cost a
     library more than half of the time of a pass. A run of the preset's size is slow where videos are, a few seconds
     where a video takes minutes, and tells the truth: passes of fewer frames run at other speeds.
     """
-    loaded = loaded_bytes(executor.device)
+    loaded = loaded_bytes(executor)
     least = -(-preset.limits.min_side // SIZE_MULTIPLE) * SIZE_MULTIPLE
     small, full = _request(preset, frames=1, height=least, width=least), _request(preset)
-    config = executor.transformer.config
+    config = executor.transformer_config
     fixed, _ = _pass(executor, small)
     seconds, latents = _pass(executor, full)
     work = pass_flops(config, full.frames, full.height, full.width)
@@ -48,12 +50,13 @@ def measure(executor: Any, preset: Preset) -> Rates:
     )
 
 
-def loaded_bytes(device: torch.device) -> int | None:
-    """What is held now: of an accelerator by live tensors, on a CPU by this process."""
-    memory = memory_now()
-    if device.type == "cpu":
+def loaded_bytes(executor: Executor) -> int | None:
+    """What is held now: of an accelerator (the first of several) by live tensors, on a CPU by the processes."""
+    memory = executor.memory()
+    if executor.devices[0].type == "cpu":
         return memory.host
-    return next((seen.allocated for seen in memory.devices if seen.name == f"cuda:{device.index or 0}"), None)
+    first = f"cuda:{executor.devices[0].index or 0}"
+    return next((seen.allocated for seen in memory.devices if seen.name == first), None)
 
 
 def _request(preset: Preset, **size: int) -> Request:
@@ -61,7 +64,7 @@ def _request(preset: Preset, **size: int) -> Request:
     return preset.request(prompt="", steps=2, guidance=1.0, denoise=settings, **size)
 
 
-def _pass(executor: Any, request: Request) -> tuple[float, torch.Tensor]:
+def _pass(executor: Executor, request: Request) -> tuple[float, torch.Tensor]:
     """Seconds of a pass that is not the first of its size, and what came out."""
     shape = latent_shape(request.frames, request.height, request.width)
     text = (executor.encode_prompt(request.prompt), None)
@@ -69,7 +72,7 @@ def _pass(executor: Any, request: Request) -> tuple[float, torch.Tensor]:
     return last.seconds, last.latents
 
 
-def _decode(executor: Any, preset: Preset, latents: torch.Tensor) -> float:
+def _decode(executor: Executor, preset: Preset, latents: torch.Tensor) -> float:
     """Positions a second (`engine.decode_cost.decode_work`) of the last chunk, since the first ones also warm up."""
     came, clock = [], time.perf_counter()
     for chunk in executor.decode(latents, preset.decode, NEVER):

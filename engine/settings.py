@@ -15,6 +15,7 @@ DecodePrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Switch = Literal["on", "off"]
 AutoSwitch = Literal["auto", "on", "off"]
 Attention = Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"]
+Devices = Literal["all", "one"]
 DecodePath = Literal["auto", "built", "portable", "plain", "reference"]
 
 MOST_GIB = 10_000
@@ -72,11 +73,12 @@ class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
     ("auto": fp32 on a CPU, 16 bit on a GPU; the reference takes fp32, and tf32 where a GPU has it); memory_gib: the
     most that paths built and portable may take on each GPU, weights included (None: what is free). Frames don't depend
-    on it."""
+    on it; devices: whether the rows are spread over all devices that the engine was given, or one decodes alone."""
 
     user_name: ClassVar[str] = "decode"
     path: DecodePath = "auto"
     precision: DecodePrecision = "auto"
+    devices: Devices = "all"
     memory_gib: float | None = None
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from engine import disk, record
 from engine.compare import METHOD, Decoder, FrameFile, Meter, judge, limits_for, plain_json
+from engine.decode_plan import Choice
 from engine.errors import Cancelled, EngineError, RequestError
 from engine.events import (
     ComparisonFinished,
@@ -31,12 +32,12 @@ from engine.events import (
     StageEnded,
     StageStarted,
 )
-from engine.executor import LocalExecutor
+from engine.executors import Executor
 from engine.latents import load_latents
 from engine.memory import memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
-from engine.settings import DecodePath, DecodePrecision, DecodeSettings
+from engine.settings import DecodePath, DecodePrecision, DecodeSettings, Devices
 from engine.shapes import latent_frames, latent_shape, nearest_frames, video_frames
 from engine.telemetry import Telemetry, memory_now
 from engine.video import VideoWriter
@@ -98,34 +99,37 @@ class Option:
     @property
     def value(self) -> str:
         """As `parse_side` reads it."""
-        return f"{self.settings.path}:{self.settings.precision}"
+        alone = ":one" if self.settings.devices == "one" else ""
+        return f"{self.settings.path}:{self.settings.precision}{alone}"
 
 
-def options(executor: LocalExecutor) -> list[Option]:
+def options(executor: Executor) -> list[Option]:
     """Every path and precision that this machine has, as `explain` says, in the order in which settings list them."""
     found: dict[Decoder, Option] = {}
-    for path in get_args(DecodePath)[1:]:
-        for precision in get_args(DecodePrecision):
-            try:
-                chosen, chosen_precision, reason = executor.explain_decode(DecodeSettings(path, precision))
-            except EngineError:
-                continue
-            if chosen == path:
-                found.setdefault(Decoder(chosen, chosen_precision), Option(DecodeSettings(path, precision), reason))
-    return [
-        dataclasses.replace(option, settings=_explicit(option.settings, decoder)) for decoder, option in found.items()
-    ]
+    for devices in get_args(Devices):
+        for path in get_args(DecodePath)[1:]:
+            for precision in get_args(DecodePrecision):
+                settings = DecodeSettings(path, precision, devices)
+                try:
+                    choice = executor.explain_decode(settings)
+                except EngineError:
+                    continue
+                if choice.path == path:
+                    explicit = dataclasses.replace(settings, precision=choice.precision)
+                    found.setdefault(decoder_of(choice), Option(explicit, choice.reason))
+    return list(found.values())
 
 
-def _explicit(settings: DecodeSettings, decoder: Decoder) -> DecodeSettings:
-    precision = decoder.precision if decoder.precision in get_args(DecodePrecision) else settings.precision
-    return dataclasses.replace(settings, precision=precision)
+def decoder_of(choice: Choice) -> Decoder:
+    """A choice without its reason."""
+    return Decoder(choice.path, choice.precision, choice.devices)
 
 
 def parse_side(text: str) -> DecodeSettings:
-    """Settings from "path" or "path:precision". Raises RequestError with what is allowed."""
-    path, _, precision = str(text).partition(":")
-    return DecodeSettings(path, precision or "auto")  # type: ignore[arg-type]
+    """Settings from "path", "path:precision" or "path:precision:one". Raises RequestError with what is allowed."""
+    path, _, rest = str(text).partition(":")
+    precision, _, devices = rest.partition(":")
+    return DecodeSettings(path, precision or "auto", devices or "all")  # type: ignore[arg-type]
 
 
 def open_latents(source: Path | RandomLatents, frames: int | None, preset: Preset) -> tuple[torch.Tensor, dict]:
@@ -187,6 +191,7 @@ class Side:
         return {
             "path": self.decoder.path if self.decoder else self.settings.path,
             "precision": self.decoder.precision if self.decoder else self.settings.precision,
+            "devices": self.decoder.devices if self.decoder else None,
             "reason": "; ".join((self.reason, *self.notes)),
             "seconds": self.seconds,
             "frames_per_second": frames / self.seconds if self.seconds else None,
@@ -227,7 +232,7 @@ class Comparison:
         self,
         name: str,
         settings: DecodeSettings,
-        executor: LocalExecutor,
+        executor: Executor,
         telemetry: Telemetry,
         cancel: threading.Event,
     ) -> Iterator[Event]:
@@ -249,12 +254,10 @@ class Comparison:
             side.error = f"Internal error, please report it: {type(error).__name__}: {error}"
         yield SideEnded(name, side.to_json(self.frames))
 
-    def _work(
-        self, side: Side, executor: LocalExecutor, telemetry: Telemetry, cancel: threading.Event
-    ) -> Iterator[Event]:
-        path, precision, side.reason = executor.explain_decode(side.settings)
-        side.decoder = Decoder(path, precision)
-        yield SideStarted(side.name, path, precision, side.reason)
+    def _work(self, side: Side, executor: Executor, telemetry: Telemetry, cancel: threading.Event) -> Iterator[Event]:
+        choice = executor.explain_decode(side.settings)
+        side.decoder, side.reason = decoder_of(choice), choice.reason
+        yield SideStarted(side.name, choice.path, choice.precision, side.reason)
         side.folder.mkdir(exist_ok=True)
         first = len(self.sides) == 1
         if first or self._floats is not None:
@@ -263,7 +266,7 @@ class Comparison:
         yield from self._film(side, telemetry)
 
     def _measure(
-        self, side: Side, first: bool, executor: LocalExecutor, telemetry: Telemetry, cancel: threading.Event
+        self, side: Side, first: bool, executor: Executor, telemetry: Telemetry, cancel: threading.Event
     ) -> Iterator[Event]:
         """Float frames: the first side's to disk, the second's against them."""
         yield StageStarted("measure", self.frames)
@@ -283,7 +286,7 @@ class Comparison:
         yield StageEnded("measure", stage.seconds, stage.peaks)
 
     def _deliver(
-        self, side: Side, executor: LocalExecutor, telemetry: Telemetry, cancel: threading.Event
+        self, side: Side, executor: Executor, telemetry: Telemetry, cancel: threading.Event
     ) -> Iterator[Event]:
         """Frames as they are delivered, timed. They go to disk raw: an encoder at work would slow the decoder down."""
         side.raw = FrameFile(side.folder / RAW_NAME, (self.frames, self.height, self.width, 3), np.uint8)

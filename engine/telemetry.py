@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -44,11 +44,12 @@ def memory_now() -> Memory:
     machine = psutil.virtual_memory()
     devices = ()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices = tuple(_device_memory(index) for index in range(torch.cuda.device_count()))
+        devices = tuple(device_memory(index) for index in range(torch.cuda.device_count()))
     return Memory(psutil.Process().memory_info().rss, machine.available, machine.total, devices)
 
 
-def _device_memory(index: int) -> DeviceMemory:
+def device_memory(index: int) -> DeviceMemory:
+    """What the CUDA device of this number holds at this moment; opens it if this process had not yet."""
     free, total = torch.cuda.mem_get_info(index)
     return DeviceMemory(
         name=f"cuda:{index}",
@@ -106,11 +107,12 @@ class Series:
 class Telemetry:
     """Follows one request: a sampler thread watches memory, `stage` times the stages.
 
-    Seconds are counted from the moment it is entered. Not shared between requests.
+    device: what this process computes on; look: tells what is held now. Seconds are counted from the moment it is
+    entered. Not shared between requests.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, look: Callable[[], Memory] = memory_now) -> None:
+        self.device, self.memory_now = device, look
         self.stages: list[StageRecord] = []
         self.first_frame: float | None = None
         self.steps: list[float] = []
@@ -181,7 +183,7 @@ class Telemetry:
                 self._look(running[-1])
 
     def _look(self, record: StageRecord) -> None:
-        memory = memory_now()
+        memory = self.memory_now()
         peaks = {"host": memory.host} | {device.name: device.peak for device in memory.devices}
         now = {"host": memory.host} | {device.name: device.allocated for device in memory.devices}
         with self._lock:  # the sampler and the request's own thread both look

@@ -694,7 +694,7 @@ def test_the_real_program_over_the_real_engine(toy_checkpoint, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "app.py", "--preset", "tiny", "--checkpoint", str(toy_checkpoint), "--device", "cpu"]
+    command = [sys.executable, "app.py", "--preset", "tiny", "--checkpoint", str(toy_checkpoint), "--devices", "cpu"]
     command += ["--port", port, "--host", "127.0.0.1", "--outputs", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:

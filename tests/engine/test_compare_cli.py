@@ -44,7 +44,7 @@ def test_list_names_what_this_machine_has(preset, capsys):
 
 BAD = [
     (["--b", "fast"], "fast"),
-    (["--b", "reference:tf32", "--device", "cpu"], "tf32"),
+    (["--b", "reference:tf32", "--devices", "cpu"], "tf32"),
     (["--frames", "6"], "frames = 6"),
     (["--latents", "/nowhere.safetensors"], "/nowhere.safetensors"),
     (["--latents", "/nowhere.safetensors", "--height", "64"], "--height"),

@@ -223,7 +223,13 @@ def test_about_names_model_and_device(engine):
 
 
 def test_a_device_that_is_absent_is_refused(toy_preset):
-    for name, words in (("cuda:99", "GPU|devices"), ("tpu", "not known|not supported"), ("mps", "not supported")):
+    for name, words in (
+        ("cuda:99", "GPU|devices"),
+        ("tpu", "not known"),
+        ("mps", "not known"),
+        ("cpu,0", "mixes"),
+        ("cpu:0", "1 to 8"),
+    ):
         with pytest.raises(RequestError, match=words):
             Engine(toy_preset, name)
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from engine.decode_cost import DecodeCost
 from engine.denoise import Step
@@ -20,6 +19,7 @@ from engine.estimate import (
 from engine.measure import measure
 from engine.preset import load_preset
 from engine.settings import DenoiseSettings
+from engine.telemetry import memory_now
 
 DECODE = DecodeCost(5.0, 0, True)
 PAN2 = SimpleNamespace(num_attention_heads=32, attention_head_dim=128, num_layers=44, mlp_ratio=8.0)
@@ -67,10 +67,13 @@ def test_a_machine_is_known_from_two_sizes_and_then_tells_all_others(monkeypatch
 class Machine:
     """An executor that takes the time that it is told, most of it on the first use of a size."""
 
-    device = torch.device("cpu")
+    kind = "cpu"
 
     def __init__(self, config, takes):
-        self.transformer, self.takes, self.now = SimpleNamespace(config=config), takes, 0.0
+        self.transformer_config, self.takes, self.now = config, takes, 0.0
+
+    def memory(self):
+        return memory_now()
 
     def encode_prompt(self, prompt):
         return None

@@ -1,0 +1,269 @@
+"""What one worker of a group can do: the same work as `LocalExecutor`, on its device and its share of it.
+
+The parent calls the methods of all ranks at once, one call at a time; whatever is sent from rank to rank is sent inside
+of such a call, so that a stop between two calls leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import psutil
+import torch
+
+import engine.checkpoint as files
+from engine.bands import Band, Rows
+from engine.condition import encode_image, prepare_image
+from engine.decode import RING, DecodeRun, HostCopy, Pending, explain
+from engine.decode_plan import Choice, Plan
+from engine.denoise import denoise
+from engine.errors import EngineError
+from engine.executor import denoise_paths, switch
+from engine.link import Link
+from engine.memory import memory_in_words
+from engine.settings import Attention, AutoSwitch, DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
+from engine.shared import Shared
+from engine.telemetry import DeviceMemory, device_memory
+from kernels.choose import Choice as KernelChoice
+
+ADVICE = "Choose a smaller size or fewer frames, or end other programs that use it."
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a call took on one rank. began, ended: by `time.perf_counter`, which all processes of a machine share;
+    waiting: seconds of that for other ranks; sent: bytes to them; host: bytes of the process; memory: of its GPU."""
+
+    began: float
+    ended: float
+    waiting: float
+    sent: int
+    host: int
+    memory: DeviceMemory | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself. choices: by path and precision of the settings, what decodes or why nothing does;
+    denoise: likewise by attention and fused kernels."""
+
+    name: str
+    kind: str
+    choices: dict[tuple[str, str], Choice | str]
+    denoise: dict[tuple[str, str], tuple[KernelChoice, KernelChoice] | str]
+
+
+class Rank:
+    """One device. report: part, bytes done, bytes in all; pulse: that it is alive."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: str,
+        port: int,
+        connection: Connection,
+        pulse: Callable[[], None],
+        report: Callable[[str, int, int], None],
+    ) -> None:
+        self.rank, self.device = rank, torch.device(device)
+        self.connection, self.report = connection, report
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.link = Link(rank, ranks, self.device, port, pulse)
+
+    def call(self, method: str, arguments: tuple) -> tuple[Any, Usage]:
+        """Do one call of the parent."""
+        began = time.perf_counter()
+        with memory_in_words("Its share of the work", None, self.device, ADVICE):
+            result = getattr(self, method)(*arguments)
+        traffic = self.link.traffic()
+        memory = device_memory(self.device.index) if self.device.type == "cuda" else None
+        host = psutil.Process().memory_info().rss
+        return result, Usage(began, time.perf_counter(), traffic.seconds, traffic.sent, host, memory)
+
+    def hello(self) -> Facts:
+        """What this device is and which decoders it has."""
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+        choices = {pair: _or_why(lambda: explain(DecodeSettings(*pair), self.device)) for pair in decode_pairs()}
+        denoise = {
+            (attention, fused): _or_why(
+                lambda: denoise_paths(DenoiseSettings(attention=attention, fused_kernels=fused), self.device, None)
+            )
+            for attention in get_args(Attention)
+            for fused in get_args(AutoSwitch)
+        }
+        return Facts(name, self.device.type, choices, denoise)
+
+    # Weights.
+
+    def load_parts(self, folder: Path, text_dtype: torch.dtype) -> None:
+        """The video autoencoder, in fp32, and on rank 0, which alone needs them, tokenizer and text model."""
+        if self.rank == 0:
+            self.text = files.load_text_encoder(folder, self.device, text_dtype, self.report)
+        self.vae = files.load_vae(folder, self.device, torch.float32, self.report)
+
+    def load_transformer(self, folder: Path, dtype: torch.dtype, fp8: bool, stream: bool) -> None:
+        """The transformer, in place of one that is there."""
+        self.transformer = None
+        self.transformer = files.load_transformer(folder, self.device, dtype, self.report, fp8, stream)
+
+    def switch(self, settings: DenoiseSettings) -> tuple[KernelChoice, KernelChoice]:
+        """Have the transformer take the paths of these settings; which ones they are here."""
+        paths = denoise_paths(settings, self.device, self.transformer)
+        switch(self.transformer, paths)
+        return paths
+
+    def encode_prompt(self, prompt: str) -> Any:
+        """As of `LocalExecutor`, on the host."""
+        text = self.text.encode(prompt)
+        return dataclasses.replace(text, embedding=text.embedding.cpu())
+
+    def encode_image(self, image: Any, height: int, width: int) -> np.ndarray:
+        """As of `LocalExecutor`, on the host."""
+        return encode_image(self.vae, prepare_image(image, height, width).to(self.device)).cpu().numpy()
+
+    def preview_map(self, vae_hash: str) -> Any:
+        """As of `LocalExecutor`."""
+        from engine.preview import LinearMap, map_for
+
+        found = map_for(self.vae, vae_hash)
+        return LinearMap(found.weight.cpu(), found.bias.cpu())
+
+    # Denoising.
+
+    def denoise_begin(
+        self,
+        texts: tuple[torch.Tensor, torch.Tensor | None],
+        condition: torch.Tensor,
+        noise: torch.Tensor,
+        sigmas: torch.Tensor,
+        guidance: float,
+        quality: str,
+    ) -> None:
+        """Get ready for the steps of one run. All tensors on the host; texts: with and without the prompt."""
+        scheduler = EulerSteps(sigmas)
+        condition, noise = condition.to(self.device), noise.to(self.device)
+        self.steps = denoise(self.transformer, *texts, condition, noise, scheduler, guidance, None, quality)
+
+    def denoise_step(self) -> Any:
+        """The next step; on rank 0 as `engine.denoise.Step` on the host, elsewhere None."""
+        step = next(self.steps)
+        if self.rank:
+            return None
+        return dataclasses.replace(step, latents=step.latents.cpu(), clean=step.clean.cpu())
+
+    def denoise_end(self) -> None:
+        """Let go of the run."""
+        self.steps = None
+
+    # Decoding.
+
+    def decode_begin(self, latents: np.ndarray, choice: Choice, ranks: int, nbytes: int, floats: bool) -> str | None:
+        """Get ready for a video's passes on the first `ranks` ranks; why this one can't, if it can't. A block of memory
+        follows the call: a ring of chunks uint8 [longest, H, W, 3], or one fp32 [longest, 3, H, W]."""
+        block = Shared(recv_handle(self.connection), nbytes)
+        plan = Plan(torch.from_numpy(latents), choice)
+        rows = Band(latents.shape[3], self.rank, ranks, self.link) if ranks > 1 else Rows()
+        self.started: deque[tuple[int, Pending]] = deque()
+        shape = (plan.longest, plan.height, plan.width, 3)
+        try:
+            self.run = DecodeRun(self.vae, plan, rows)
+        except EngineError as error:
+            return str(error)
+        finally:
+            block.close()
+        if floats:
+            self.floats = block.array((shape[0], 3, *shape[1:3]), np.float32)
+        else:
+            self.copy = HostCopy(self.run, _SharedRing(block.array((RING, *shape), np.uint8), self.device))
+        return None
+
+    def decode_pass(self, index: int) -> list[tuple[int, bool]]:
+        """Start a pass. Returns the passes whose rows are now in the ring, and whether their values were finite."""
+        self.started.append((index, self.copy.start(self.run.plan.passes[index])))
+        return self._finished(self.copy.ahead)
+
+    def decode_drain(self) -> list[tuple[int, bool]]:
+        """The passes that were started and not yet told of."""
+        return self._finished(0)
+
+    def _finished(self, ahead: int) -> list[tuple[int, bool]]:
+        over = []
+        while len(self.started) > ahead:
+            index, pending = self.started.popleft()
+            over.append((index, pending.wait()))
+        return over
+
+    def float_pass(self, index: int) -> bool:
+        """A pass before rounding, into the block; whether its values were finite."""
+        frames, finite = self.run.floats(self.run.plan.passes[index])
+        self.floats[: len(frames), :, self.run.rows.pixels] = frames.cpu().numpy()
+        return finite
+
+    def decode_end(self) -> None:
+        """Let go of the video."""
+        for pending in (pending for _, pending in self.started):
+            pending.wait()
+        if getattr(self, "copy", None):
+            self.copy.ring.close()
+        self.run = self.copy = self.floats = None
+        self.started.clear()
+
+
+class EulerSteps:
+    """As much of diffusers' scheduler as `engine.denoise` asks for: that library takes a worker seconds to import.
+
+    sigmas: float32 [steps + 1] of the scheduler that the parent built.
+    """
+
+    def __init__(self, sigmas: torch.Tensor) -> None:
+        self.sigmas, self.timesteps = sigmas, 1000 * sigmas[:-1]
+        self.step_index: int | None = None
+
+    def step(self, velocity: torch.Tensor, timestep: Any, latents: torch.Tensor, return_dict: bool) -> tuple:
+        """One step of Euler's method."""
+        k = self.step_index or 0
+        self.step_index = k + 1
+        return (latents + (self.sigmas[k + 1] - self.sigmas[k]) * velocity,)
+
+
+class _SharedRing:
+    """A ring in memory of all ranks. frames: uint8 [RING, longest, H, W, 3]."""
+
+    def __init__(self, frames: np.ndarray, device: torch.device) -> None:
+        self.buffers, self.turn = torch.from_numpy(frames), 0
+        self.pinned = device.type == "cuda"
+        if self.pinned:
+            error = torch.cuda.cudart().cudaHostRegister(self.buffers.data_ptr(), self.buffers.nbytes, 0)
+            torch.cuda.check_error(int(error))
+
+    def next(self) -> torch.Tensor:
+        buffer = self.buffers[self.turn]
+        self.turn = (self.turn + 1) % RING
+        return buffer
+
+    def close(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.buffers.data_ptr())
+
+
+def _or_why(choose: Callable[[], Any]) -> Any:
+    try:
+        return choose()
+    except EngineError as error:
+        return str(error)
+
+
+def decode_pairs() -> list[tuple[str, str]]:
+    """Every path and precision that settings can name."""
+    return [(path, precision) for path in get_args(DecodePath) for precision in get_args(DecodePrecision)]

@@ -1,0 +1,332 @@
+"""One decode and one denoise spread over several devices: `GroupExecutor`, with the methods of `LocalExecutor`.
+
+This process holds no weights and opens no GPU; each worker of the group holds the model on its device. Frames and
+latents come back through memory that all of them share: nothing is gathered on a device.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+
+import engine.checkpoint as files
+from engine.agree import agree, lack
+from engine.condition import prepare_image
+from engine.decode import RING, stopper
+from engine.decode_plan import Choice, FrameChunk, Plan
+from engine.denoise import Step
+from engine.errors import Cancelled, RequestError
+from engine.executor import DTYPES, Report, choose_precision, versions
+from engine.group import SILENCE, START, WorkerGroup
+from engine.lanes import Lanes
+from engine.latents import folder_hash
+from engine.mmdit import MMDiTConfig
+from engine.parts import read_config
+from engine.preview import LinearMap
+from engine.prompt import TextEmbedding, count_tokens
+from engine.rank import Facts, Usage
+from engine.request import Request
+from engine.schedule import build_scheduler
+from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shared import Shared
+from engine.telemetry import DeviceMemory, Memory, memory_now
+from kernels.choose import Choice as KernelChoice
+
+ALONE = 3600.0  # seconds for what one rank does by itself, where nobody waits for it
+
+
+class GroupExecutor:
+    """All parts of a checkpoint on several devices, one worker process each.
+
+    checkpoint: a folder or the name of a repository on the Hub; program, silence: see `engine.group.WorkerGroup`.
+    The workers start when something is asked of them first, and again after a fault.
+    """
+
+    device = torch.device("cpu")  # of this process, which computes nothing on a GPU
+    placement = None  # every rank holds everything
+
+    def __init__(
+        self,
+        checkpoint: str,
+        devices: Sequence[torch.device],
+        program: str = "engine.worker",
+        silence: float = SILENCE,
+    ) -> None:
+        self.checkpoint, self.devices = checkpoint, tuple(devices)
+        self.cuda = devices[0].type == "cuda"
+        self.folder: Path | None = None
+        self.group = WorkerGroup(devices, program, silence)
+        self.names = [f"rank {rank} ({device})" for rank, device in enumerate(devices)]
+        self._loaded: tuple[str, bool] | None = None
+        self._switches: tuple[str, str] | None = None
+        self.paths: tuple[KernelChoice, ...] = ()
+        self._facts: list[Facts] = []
+        self._usage: dict[int, Usage] = {}
+        self._lock = threading.Lock()
+        self.begin_request()
+
+    def begin_request(self) -> None:
+        """Count what the devices do from now on."""
+        self.lanes = Lanes(self.names, time.perf_counter())
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each device did since `begin_request`, as in stats.json."""
+        return self.lanes.to_json()
+
+    # Weights.
+
+    def load(self, settings: DenoiseSettings, report: Report) -> None:
+        """As of `LocalExecutor`: every rank reads the model from its files; the text model is on rank 0 alone."""
+        with self._lock:
+            if self.holds(settings):
+                return
+            form = self._form(settings)
+            folder = self.folder or self._describe(report)
+            fresh = self._start()
+            if fresh or self.folder is None:
+                text_dtype = torch.bfloat16 if self.cuda else torch.float32
+                self._call("load", "load_parts", folder, text_dtype, report=report, silence=START)
+            if self._loaded != form:
+                self._loaded = None
+                precision, stream = form
+                how = (folder, DTYPES[precision], precision == "fp8", stream)
+                self._call("load", "load_transformer", *how, report=report, silence=START)
+            self.paths = self._call("load", "switch", settings, silence=START)[0]
+            self._switches = (settings.attention, settings.fused_kernels)
+            self.folder, self._loaded = folder, form
+
+    def _describe(self, report: Report) -> Path:
+        folder = files.resolve(self.checkpoint, report)
+        self.info = files.describe(folder)
+        self.transformer_config = MMDiTConfig.read(read_config(folder, "transformer"))
+        self.vae_config = read_config(folder, "vae")
+        self.scheduler = files.load_scheduler(folder)
+        self.tokenizer = files.load_tokenizer(folder)
+        self.vae_hash = folder_hash(folder / "vae")
+        return folder
+
+    def _start(self) -> bool:
+        """Start the workers if they are not there; whether they had to be."""
+        if self.group.alive:
+            return False
+        self._loaded = None
+        answers = self.group.start()
+        self._facts = [facts for facts, _ in answers]
+        self._note("start", [usage for _, usage in answers])
+        return True
+
+    def holds(self, settings: DenoiseSettings) -> bool:
+        """As of `LocalExecutor`."""
+        switches = (settings.attention, settings.fused_kernels)
+        return self.group.alive and self._loaded == self._form(settings) and self._switches == switches
+
+    def _form(self, settings: DenoiseSettings) -> tuple[str, bool]:
+        """Precision of the transformer, and whether its blocks stay on the host."""
+        return choose_precision(settings, self.devices[0]), settings.offload == "blocks"
+
+    def denoise_paths(self, settings: DenoiseSettings) -> tuple[KernelChoice, KernelChoice]:
+        """As of `LocalExecutor`, on rank 0; every other one must have something for these settings too."""
+        if self.holds(settings):
+            return self.paths
+        answers = [facts.denoise[settings.attention, settings.fused_kernels] for facts in self._known()]
+        for name, answer in zip(self.names, answers, strict=True):
+            if isinstance(answer, str):
+                raise RequestError(f"{name}: {answer}")
+        return answers[0]
+
+    @property
+    def precision(self) -> str | None:
+        """As of `LocalExecutor`."""
+        return self._loaded and self._loaded[0]
+
+    @property
+    def itemsize(self) -> int:
+        """As of `LocalExecutor`."""
+        return DTYPES[self._loaded[0]].itemsize
+
+    # The stages.
+
+    def encode_prompt(self, prompt: str) -> TextEmbedding:
+        """As of `LocalExecutor`, on the host."""
+        return self._call("text", "encode_prompt", prompt, ranks=1, silence=ALONE)[0]
+
+    def count_tokens(self, prompt: str) -> int:
+        """As of `LocalExecutor`."""
+        return count_tokens(self.tokenizer, prompt)
+
+    def encode_image(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
+        """As of `LocalExecutor`, on the host."""
+        pixels = prepare_image(image, height, width)
+        return torch.from_numpy(self._call("image", "encode_image", pixels, ranks=1, silence=ALONE)[0])
+
+    def preview_map(self) -> LinearMap:
+        """As of `LocalExecutor`, on the host."""
+        return self._call("load", "preview_map", self.vae_hash, ranks=1, silence=ALONE)[0]
+
+    def denoise(
+        self,
+        request: Request,
+        texts: tuple[TextEmbedding, TextEmbedding | None],
+        condition: torch.Tensor,
+        noise: torch.Tensor,
+        cancel: threading.Event,
+    ) -> Iterator[Step]:
+        """As of `LocalExecutor`; latents on the host."""
+        embeddings = tuple(text and text.embedding for text in texts)
+        call = partial(self._call, "denoise", ranks=1, silence=ALONE)
+        sigmas = build_scheduler(self.scheduler, request.steps, request.shift).sigmas
+        call("denoise_begin", embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality)
+        try:
+            for k in range(request.steps):
+                if cancel.is_set():
+                    raise Cancelled(f"Stopped after {k} of {request.steps} denoising steps.")
+                yield call("denoise_step")[0]
+        finally:
+            if self.group.alive:
+                call("denoise_end")
+
+    def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
+        """As of `LocalExecutor`: every rank writes its rows of each frame into one ring that it shares with us."""
+        stop = stopper(cancel)
+        with self._decoding(latents, settings, floats=False) as (plan, call, block):
+            ring = block.array((RING, plan.longest, plan.height, plan.width, 3), np.uint8)
+            clock = _Clock()
+            for index, span in enumerate(plan.passes):
+                if stop():
+                    yield from _chunks(plan, ring, clock, call("decode_drain"))
+                    raise plan.cancelled(span)
+                clock.begin(index)
+                yield from _chunks(plan, ring, clock, call("decode_pass", index))
+            yield from _chunks(plan, ring, clock, call("decode_drain"))
+
+    def float_frames(
+        self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event
+    ) -> Iterator[torch.Tensor]:
+        """As of `LocalExecutor`."""
+        stop = stopper(cancel)
+        with self._decoding(latents, settings, floats=True) as (plan, call, block):
+            frames = block.array((plan.longest, 3, plan.height, plan.width), np.float32)
+            for index, span in enumerate(plan.passes):
+                if stop():
+                    raise plan.cancelled(span)
+                if not all(call("float_pass", index)):
+                    raise plan.not_finite(span)
+                yield torch.from_numpy(frames[: plan.chunk(span)[1]].copy())
+
+    @contextmanager
+    def _decoding(self, latents: torch.Tensor, settings: DecodeSettings, floats: bool) -> Iterator[tuple]:
+        """The plan, a call to the ranks that take part, and the memory that they write to. Ranks that turn out to lack
+        the path make all take another one."""
+        latents = latents.cpu()
+        while True:
+            choice = self.explain_decode(settings)
+            plan = Plan(latents, choice)
+            ranks = min(choice.devices, latents.shape[3])  # no band without rows
+            size = plan.longest * plan.height * plan.width * 3
+            block = Shared.make("frames", size * (np.float32().nbytes if floats else RING))
+            call = partial(self._call, "decode", ranks=ranks, silence=ALONE if ranks == 1 else None)
+            begin = (latents.numpy(), choice, ranks, block.nbytes, floats)
+            lacks = call("decode_begin", *begin, share=block)
+            block.close()
+            if not any(lacks):
+                break
+            call("decode_end")
+            for rank, why in enumerate(lacks):
+                if why:
+                    lack(choice, self._facts[rank], why)
+        try:
+            yield plan, call, block
+        finally:
+            if self.group.alive:
+                call("decode_end")
+
+    # What is known of the devices.
+
+    def explain_decode(self, settings: DecodeSettings) -> Choice:
+        """As of `LocalExecutor`; what all devices can do."""
+        return agree(settings, self._known(), self.names)
+
+    def _known(self) -> list[Facts]:
+        if not self._facts:
+            with self._lock:
+                self._start()
+        return self._facts
+
+    def device_name(self) -> str:
+        """As of `LocalExecutor`."""
+        known = [facts.name for facts in self._known()]
+        if not self.cuda:
+            return f"{len(known)} processes on the {known[0]} each ({platform.machine()})"
+        return ", ".join(f"{name} ({device})" for name, device in zip(known, self.devices, strict=True))
+
+    def versions(self) -> dict[str, Any]:
+        """As of `LocalExecutor`."""
+        return versions(self.devices[0])
+
+    def memory(self) -> Memory:
+        """As of `LocalExecutor`: of this process and the workers on the host; of GPUs, as of their last call."""
+        ours = memory_now()
+        if self.cuda:
+            devices = [usage.memory for _, usage in sorted(self._usage.items()) if usage.memory]
+            return Memory(ours.host, ours.host_available, ours.host_total, tuple(devices))
+        sizes = [_size(member.process.pid) for member in self.group.members]
+        lanes = tuple(
+            DeviceMemory(name, size, size, size, size, ours.host_total)
+            for name, size in zip(self.names, sizes, strict=False)
+        )
+        return Memory(ours.host + sum(sizes), ours.host_available, ours.host_total, lanes)
+
+    def close(self) -> None:
+        """End the workers, and with them everything that they hold."""
+        self.group.close()
+        self.folder = self._loaded = None
+
+    def _call(self, stage: str, method: str, *arguments: Any, **how: Any) -> list[Any]:
+        answers = self.group.call(stage, method, *arguments, **how)
+        self._note(stage, [usage for _, usage in answers])
+        return [result for result, _ in answers]
+
+    def _note(self, stage: str, usages: list[Usage]) -> None:
+        self._usage |= dict(enumerate(usages))
+        self.lanes.add(stage, usages)
+
+
+class _Clock:
+    """Seconds of passes that overlap."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, float] = {}
+
+    def begin(self, index: int) -> None:
+        self.began[index] = time.perf_counter()
+
+    def seconds(self, index: int) -> float:
+        return time.perf_counter() - self.began[index]
+
+
+def _chunks(plan: Plan, ring: np.ndarray, clock: _Clock, answers: list[list[tuple[int, bool]]]) -> Iterator[FrameChunk]:
+    """The chunks that every rank has now finished. EngineError where one rank's values are not finite."""
+    for done in zip(*answers, strict=True):
+        index = done[0][0]
+        if not all(finite for _, finite in done):
+            raise plan.not_finite(plan.passes[index])
+        frames = ring[index % RING][: plan.chunk(plan.passes[index])[1]]
+        yield plan.deliver(plan.passes[index], frames, clock.seconds(index))
+
+
+def _size(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
