@@ -94,15 +94,16 @@ class Rank:
         """What this device is and which decoders it has."""
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
-        choices = {pair: _or_why(lambda: explain(DecodeSettings(*pair), self.device)) for pair in decode_pairs()}
-        denoise = {
-            (attention, fused): _or_why(
-                lambda: denoise_paths(DenoiseSettings(attention=attention, fused_kernels=fused), self.device, None)
-            )
-            for attention in get_args(Attention)
-            for fused in get_args(AutoSwitch)
-        }
+        choices = {pair: _or_why(self._decoder, pair) for pair in decode_pairs()}
+        switches = [(attention, fused) for attention in get_args(Attention) for fused in get_args(AutoSwitch)]
+        denoise = {pair: _or_why(self._paths, pair) for pair in switches}
         return Facts(name, self.device.type, choices, denoise)
+
+    def _decoder(self, path: Any, precision: Any) -> Choice:
+        return explain(DecodeSettings(path, precision), self.device)
+
+    def _paths(self, attention: Any, fused: Any) -> tuple[KernelChoice, KernelChoice]:
+        return denoise_paths(DenoiseSettings(attention=attention, fused_kernels=fused), self.device, None)
 
     # Weights.
 
@@ -257,9 +258,9 @@ class _SharedRing:
             torch.cuda.cudart().cudaHostUnregister(self.buffers.data_ptr())
 
 
-def _or_why(choose: Callable[[], Any]) -> Any:
+def _or_why(choose: Callable[..., Any], pair: tuple[str, str]) -> Any:
     try:
-        return choose()
+        return choose(*pair)
     except EngineError as error:
         return str(error)
 

@@ -1,7 +1,9 @@
-"""A worker of a group that misbehaves where its environment says so: FAULT="rank stage-of-fault".
+"""A worker that takes a VAE from a small file, since diffusers takes seconds to import, and that misbehaves where
+FAULT="rank kind first file" says so.
 
-die, stop, raise, oom: in the middle of a decode pass or a denoising step, between two exchanges, of that rank. path: it
-says that it has no decoder called plain. start: it ends before it answers. The fault happens once: a file remembers it.
+die, stop, raise, oom: at exchange number `first` of that rank, which lies in the middle of a pass or step. path: it has
+no compiler. build: it finds out late that it has none. start: it ends before it answers. `file` remembers that it
+happened.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from pathlib import Path
 
 import torch
 
-from engine.decode_plan import Choice
 from engine.link import Link
 from engine.rank import Rank
 from engine.worker import serve
 
-AFTER = 12  # exchanges before it happens
+BARE = "bare_vae.pt"
 
 
 def happen(kind: str) -> None:
@@ -35,13 +36,12 @@ def happen(kind: str) -> None:
 class FaultyRank(Rank):
     def __init__(self, **place):
         super().__init__(**place)
-        rank, self.kind, mark = os.environ.get("FAULT", "-1 none /").split()
-        self.mark = Path(mark)
-        self.faulty = place["rank"] == int(rank)
+        rank, self.kind, first, mark = os.environ.get("FAULT", "-1 none 0 /").split()
+        self.mark, self.faulty = Path(mark), place["rank"] == int(rank)
         if self.faulty and self.kind == "start" and self._once():
             sys.exit(3)
         if self.faulty and self.kind in ("die", "stop", "raise", "oom"):
-            self._interrupt_exchanges()
+            self._interrupt_exchanges(int(first))
 
     def _once(self) -> bool:
         try:
@@ -50,27 +50,32 @@ class FaultyRank(Rank):
             return False
         return True
 
-    def _interrupt_exchanges(self) -> None:
+    def _interrupt_exchanges(self, first: int) -> None:
         swap, count = Link.swap, [0]
 
         def faulty_swap(link, outgoing, incoming):
             count[0] += 1
-            if count[0] == AFTER and self._once():
+            if count[0] >= first and self._once():
                 happen(self.kind)
             return swap(link, outgoing, incoming)
 
         Link.swap = faulty_swap
 
+    def load_parts(self, folder, text_dtype):
+        self.vae = torch.load(folder / BARE, weights_only=False)
+
     def hello(self):
         facts = super().hello()
-        if self.kind != "path":
-            return facts
-        # Everybody has a faster decoder and knows it as "auto"; the faulty one lacks it.
-        fast = Choice("plain", "bf16", "a faster one") if not self.faulty else facts.choices["plain", "fp32"]
-        facts.choices["auto", "auto"] = fast
-        if self.faulty:
+        if self.kind in ("path", "build"):
+            facts.choices["auto", "auto"] = facts.choices["plain", "bf16"]._replace(reason="the fastest that is here")
+        if self.kind == "path" and self.faulty:
+            facts.choices["auto", "auto"] = facts.choices["plain", "fp32"]
             facts.choices["plain", "bf16"] = "its compiler is missing"
         return facts
+
+    def decode_begin(self, latents, choice, *arguments):
+        answer = super().decode_begin(latents, choice, *arguments)
+        return "nvcc ended with 1" if self.kind == "build" and self.faulty and choice.precision == "bf16" else answer
 
 
 if __name__ == "__main__":

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from engine.errors import Cancelled, EngineError, GroupError, ResourceError
 from engine.executor import LocalExecutor
+from engine.group import WorkerGroup
 from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shared import Shared
 from engine.spread import GroupExecutor
+from tests.engine.faulty_worker import BARE
 from tests.engine.wan_vae import normal_latents
 
 pytestmark = pytest.mark.timeout(240)
@@ -42,7 +54,8 @@ def frames_of(executor, latents, settings=None, ranks=None):
 
 
 def workers():
-    return [child for child in psutil.Process().children(recursive=True) if _is_worker(child)]
+    """Every worker process below this one."""
+    return {child for child in psutil.Process().children(recursive=True) if _is_worker(child)}
 
 
 def _is_worker(process):
@@ -61,14 +74,14 @@ def local(toy_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def group(toy_checkpoint):
+def group(bare_checkpoint):
     """Eight ranks, of which tests use as many as they like."""
-    executor = group_of(toy_checkpoint, 8)
+    executor = group_of(bare_checkpoint, 8, program="tests.engine.faulty_worker")
     executor.load(DenoiseSettings(), quiet)
     yield executor
     processes = [member.process for member in executor.group.members]
     executor.close()
-    assert all(process.poll() is not None for process in processes) and not workers()
+    assert all(process.poll() is not None for process in processes)
 
 
 @pytest.fixture
@@ -105,11 +118,11 @@ def test_fewer_rows_than_ranks_use_fewer_ranks(local, group):
     assert [lane["busy_seconds"] > 0 for lane in group.stats()] == [True] * 3 + [False] * 5
 
 
-def test_one_device_alone_and_the_reference(local, group):
+def test_one_device_alone(local, group):
     latents = normal_latents(2, 4, 4)
-    for settings in (DecodeSettings(devices="one"), DecodeSettings("reference")):
-        assert np.array_equal(frames_of(group, latents, settings)[0], frames_of(local, latents, settings)[0])
-        assert group.explain_decode(settings).devices == 1
+    alone = DecodeSettings(devices="one")
+    assert np.array_equal(frames_of(group, latents, alone)[0], frames_of(local, latents)[0])
+    assert group.explain_decode(alone).devices == group.explain_decode(DecodeSettings("reference")).devices == 1
 
 
 def test_what_every_device_did_is_counted(on):
@@ -162,30 +175,141 @@ def test_memory_is_that_of_all_processes(group):
     assert len(memory.devices) == 8 and memory.host > sum(entry.used for entry in memory.devices)
 
 
+def bare(module):
+    """A module's weights and numbers without its class."""
+    if module is None or isinstance(module, (nn.Identity, torch.Tensor)):
+        return module
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return [bare(part) for part in module]
+    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, str, type(None)))}
+    parts = {name: bare(part) for name, part in module._modules.items()}
+    tensors = {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False)}
+    return SimpleNamespace(**numbers, **parts, **tensors)
+
+
+@pytest.fixture(scope="module")
+def bare_checkpoint(toy_checkpoint, local, tmp_path_factory):
+    """The toy checkpoint with its VAE in a form that is quick to read."""
+    folder = shutil.copytree(toy_checkpoint, tmp_path_factory.mktemp("bare") / "checkpoint")
+    vae = bare(local.vae)
+    vae.config = dict(local.vae.config)
+    torch.save(vae, folder / BARE)
+    return folder
+
+
+@contextmanager
+def faulty(checkpoint, ranks):
+    """A group that reads its faults from the environment each time that it starts."""
+    others = workers()
+    executor = group_of(checkpoint, ranks, program="tests.engine.faulty_worker")
+    try:
+        yield executor
+    finally:
+        executor.close()
+        assert workers() == others
+
+
 FAULTS = {
     "die": (GroupError, r"Rank 1 \(cpu\) ended in stage decode: killed by SIGKILL"),
     "stop": (GroupError, r"Rank 1 \(cpu\) hung in stage decode: its process is stopped"),
-    "raise": (GroupError, r"Rank 1 \(cpu\) failed in stage decode: KeyError"),
     "oom": (ResourceError, r"Rank 1 \(cpu\), stage decode: .* does not fit on cpu"),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_faults_in_the_middle_of_a_pass_end_in_words_and_the_next_request_works(
-    toy_checkpoint, local, tmp_path, monkeypatch, ranks
+    bare_checkpoint, local, tmp_path, monkeypatch, ranks
 ):
-    latents = normal_latents(3, 5, 3)
+    latents = normal_latents(2, 5, 3)
     expected, _ = frames_of(local, latents)
-    for kind, (error, words) in FAULTS.items():
-        monkeypatch.setenv("FAULT", f"1 {kind} {tmp_path / kind}")
-        executor = group_of(toy_checkpoint, ranks, program="tests.engine.faulty_worker")
-        try:
-            executor.load_vae_only()
-            before, clock = [member.process for member in executor.group.members], time.monotonic()
+    with faulty(bare_checkpoint, ranks) as executor:
+        for kind, (error, words) in FAULTS.items():
+            monkeypatch.setenv("FAULT", f"1 {kind} 40 {tmp_path / kind}")
+            executor.load(DenoiseSettings(), quiet)
+            processes, clock = [member.process for member in executor.group.members], time.monotonic()
             with pytest.raises(error, match=words):
-                frames_of(executor, latents)
+                for _ in range(9):
+                    frames_of(executor, latents)
             assert time.monotonic() - clock < 30 and not executor.holds(DenoiseSettings())
-            assert all(process.poll() is not None for process in before)
-        finally:
-            executor.close()
-    assert not workers()
+            assert all(process.poll() is not None for process in processes)
+        executor.load(DenoiseSettings(), quiet)
+        assert np.array_equal(frames_of(executor, latents)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "ranks, kind, words", [(2, "path", "its compiler is missing"), (4, "build", "nvcc ended with 1")]
+)
+def test_a_rank_without_the_decoder_makes_all_take_the_common_one(
+    bare_checkpoint, local, monkeypatch, ranks, kind, words
+):
+    latents = normal_latents(2, 4, 3)
+    monkeypatch.setenv("FAULT", f"1 {kind} 0 /")
+    with faulty(bare_checkpoint, ranks) as executor:
+        executor.load(DenoiseSettings(), quiet)
+        assert np.array_equal(frames_of(executor, latents)[0], frames_of(local, latents)[0])
+        choice = executor.explain_decode(DecodeSettings())
+        assert choice[:2] == ("plain", "fp32") and f"rank 1 (cpu): {words}" in choice.reason
+
+
+def test_a_rank_that_dies_between_two_chunks_is_named(bare_checkpoint):
+    with faulty(bare_checkpoint, 2) as executor:
+        executor.load(DenoiseSettings(), quiet)
+        frames = executor.decode(normal_latents(6, 4, 3), DecodeSettings(), NEVER)
+        first = next(frames).frames
+        executor.group.members[0].process.send_signal(signal.SIGKILL)
+        with pytest.raises(GroupError, match=r"Rank 0 \(cpu\) ended in stage decode: killed by SIGKILL"):
+            list(frames)
+        assert first.any()  # what was delivered stays readable
+
+
+def test_a_rank_that_does_not_come_leaves_nothing_behind(bare_checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAULT", f"1 start 0 {tmp_path / 'once'}")
+    with faulty(bare_checkpoint, 3) as executor:
+        with pytest.raises(GroupError, match=r"Rank 1 \(cpu\) .*start"):
+            executor.load(DenoiseSettings(), quiet)
+        assert not executor.group.alive
+        executor.load(DenoiseSettings(), quiet)
+
+
+PARENT = """
+import sys, time, torch
+from engine.group import WorkerGroup
+group = WorkerGroup([torch.device("cpu")] * 2)
+group.start()
+print(*(member.process.pid for member in group.members), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, text=True) as parent:
+        left = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(left) == 2 and all(process.is_running() for process in left)
+        parent.kill()
+    gone, alive = psutil.wait_procs(left, timeout=30)
+    assert len(gone) == 2 and not alive
+
+
+def test_two_groups_at_once_do_not_meet():
+    groups = [WorkerGroup([CPU] * 2) for _ in range(2)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert [len(facts) for facts in pool.map(WorkerGroup.start, groups)] == [2, 2]
+    finally:
+        for group in groups:
+            group.close()
+
+
+def test_shared_memory_outlives_its_descriptor_and_has_no_name():
+    block = Shared.make("test", 8)
+    values = block.array((2,), np.int32)
+    values[:] = 7
+    other = Shared(os.dup(block.fd), 8).array((2,), np.int32)
+    block.close()
+    assert other.tolist() == [7, 7] and not list(Path("/dev/shm").glob("test*"))
+
+
+def test_a_request_after_the_group_was_let_go_of_is_refused_in_words():
+    with pytest.raises(GroupError, match="let go of before stage decode"):
+        WorkerGroup([CPU]).call("decode", "decode_pass", 0)
