@@ -11,6 +11,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import RequestError, shown
 from engine.record import video_size
+from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
 from engine.sides import CompareRequest, Option, RandomLatents, open_latents, parse_side
 from engine.web.form import parse_size
@@ -116,10 +117,16 @@ def start_form(engine: Engine) -> CompareForm:
 
 def decoder_menu(engine: Engine) -> list[tuple[str, str]]:
     """What the menus of both sides show and what it means; the first is what videos are decoded with."""
-    best = ", ".join(engine.decoder(parse_side(BEST)))
+    several = any(option.settings.devices == "one" for option in engine.decoders())
+
+    def words(settings: DecodeSettings) -> str:
+        path, precision, devices = engine.decoder(settings)
+        on = f", {devices} devices" if devices > 1 else ", one device" if several else ""
+        return f"{path}, {precision}{on}"
+
     return [
-        (f"best here ({best})", BEST),
-        *((f"{o.settings.path}, {o.settings.precision}", o.value) for o in engine.decoders()),
+        (f"best here ({words(parse_side(BEST))})", BEST),
+        *((words(option.settings), option.value) for option in engine.decoders()),
     ]
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.decode_cost import DecodeCost
 from engine.denoise import Step
@@ -67,7 +68,7 @@ def test_a_machine_is_known_from_two_sizes_and_then_tells_all_others(monkeypatch
 class Machine:
     """An executor that takes the time that it is told, most of it on the first use of a size."""
 
-    kind = "cpu"
+    devices = (torch.device("cpu"),)
 
     def __init__(self, config, takes):
         self.transformer_config, self.takes, self.now = config, takes, 0.0
