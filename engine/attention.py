@@ -48,12 +48,16 @@ TRUE_TOKENS = 27_110  # 121 frames at 704 x 1248 and 512 tokens of text
 GOLDEN_RATIO = 0.6180339887498949
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 5e-3}  # relative L2 against float32
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-def attend(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+
+def attend(q: Tensor, k: Tensor, v: Tensor, backend: str | Attend | None = None) -> Tensor:
     """Scale 1 / sqrt(E) over [B, S, H, E], any strides but the last; returns [B, S, H * E].
 
-    backend: a name of `ABOUT`, None for PyTorch's own choice.
+    backend: a name of `ABOUT`, None for PyTorch's own choice, or what does it instead, on several devices.
     """
+    if callable(backend):
+        return backend(q, k, v)
     if backend == "flash3":
         return _flash3()(q, k, v).flatten(2)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,16 @@ class Step:
     recalled: int = 0
 
 
+Velocities = Callable[[Any, torch.Tensor, int, Sequence[Any], Sequence[Any]], list[torch.Tensor]]
+
+
+def in_turn(
+    model: Any, latents: torch.Tensor, k: int, branches: Sequence[Any], caches: Sequence[Any]
+) -> list[torch.Tensor]:
+    """The velocity of each guidance branch, one after the other: with the prompt, then without."""
+    return [model.velocity(latents, k, branch, cache) for branch, cache in zip(branches, caches, strict=True)]
+
+
 @torch.no_grad()
 def denoise(
     model: Any,
@@ -45,13 +55,14 @@ def denoise(
     guidance: float,
     cancel: threading.Event | None = None,
     quality: Quality = "full",
+    velocities: Velocities = in_turn,
 ) -> Iterator[Step]:
     """Yield every step of one run; the last one holds the finished latents, normalised.
 
     model: a `PAN2Transformer3DModel`; prompt, negative: text embeddings [1, L, D], negative unused (and may be None)
     if guidance is 1 or less; condition: [B, 49, F, h, w]; noise: float32 [B, 48, F, h, w]; scheduler: fresh from
-    `engine.schedule.build_scheduler`; quality: see `engine.step_cache`. Works on the model's device, wherever the
-    tensors are.
+    `engine.schedule.build_scheduler`; quality: see `engine.step_cache`; velocities: of all branches at a step. Works on
+    the model's device, wherever the tensors are.
 
     Raises Cancelled between steps once `cancel` is set, and EngineError naming the step if values are not finite.
     """
@@ -61,17 +72,15 @@ def denoise(
     sigmas = scheduler.sigmas.tolist()
     latents = noise.to(model.device, torch.float32)
     _stop_if(cancel, 0, sigmas)
-    with_prompt = _prepare(model, prompt, condition, sigmas)
-    without = _prepare(model, negative, condition, sigmas) if guided else None
+    branches = [_prepare(model, text, condition, sigmas) for text in ((prompt, negative) if guided else (prompt,))]
     # One memory a branch, made for this run: nothing of it can reach another request.
-    caches = [make_cache(quality, sigmas) for _ in range(1 + guided)]
+    caches = [make_cache(quality, sigmas) for _ in branches]
 
     for k, timestep in enumerate(scheduler.timesteps):
         _stop_if(cancel, k, sigmas)
         started = time.perf_counter()
-        velocity = model.velocity(latents, k, with_prompt, caches[0])
-        if guided:
-            velocity_without = model.velocity(latents, k, without, caches[1])
+        velocity, *others = velocities(model, latents, k, branches, caches)
+        for velocity_without in others:
             velocity = velocity_without + guidance * (velocity - velocity_without)
         clean = latents - sigmas[k] * velocity.float()
         # In float32 before the step: the scheduler returns the latents in the velocity's dtype.

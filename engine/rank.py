@@ -32,6 +32,7 @@ from engine.memory import memory_in_words
 from engine.settings import Attention, AutoSwitch, DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
 from engine.shared import Shared
 from engine.telemetry import DeviceMemory, device_memory
+from engine.ulysses import SpreadModel, Team
 from kernels.choose import Choice as KernelChoice
 
 ADVICE = "Choose a smaller size or fewer frames, or end other programs that use it."
@@ -150,11 +151,17 @@ class Rank:
         sigmas: torch.Tensor,
         guidance: float,
         quality: str,
+        team: Team,
     ) -> None:
         """Get ready for the steps of one run. All tensors on the host; texts: with and without the prompt."""
         scheduler = EulerSteps(sigmas)
         condition, noise = condition.to(self.device), noise.to(self.device)
-        self.steps = denoise(self.transformer, *texts, condition, noise, scheduler, guidance, None, quality)
+        how, model = (condition, noise, scheduler, guidance, None, quality), self.transformer
+        if team.ranks == 1:
+            self.steps = denoise(model, *texts, *how)
+        else:
+            model = SpreadModel(model, team, self.rank, self.link)
+            self.steps = denoise(model, *texts, *how, model.velocities)
 
     def denoise_step(self) -> Any:
         """The next step; on rank 0 as `engine.denoise.Step` on the host, elsewhere None."""
@@ -169,11 +176,19 @@ class Rank:
 
     # Decoding.
 
-    def decode_begin(self, latents: np.ndarray, choice: Choice, ranks: int, nbytes: int, floats: bool) -> str | None:
+    def decode_begin(
+        self,
+        latents: np.ndarray,
+        choice: Choice,
+        memory_gib: float | None,
+        ranks: int,
+        nbytes: int,
+        floats: bool,
+    ) -> str | None:
         """Get ready for a video's passes on the first `ranks` ranks; why this one can't, if it can't. A block of memory
         follows the call: a ring of chunks uint8 [longest, H, W, 3], or one fp32 [longest, 3, H, W]."""
         block = Shared(recv_handle(self.connection), nbytes)
-        plan = Plan(torch.from_numpy(latents), choice)
+        plan = Plan(torch.from_numpy(latents), choice, memory_gib=memory_gib)
         rows = Band(latents.shape[3], self.rank, ranks, self.link) if ranks > 1 else Rows()
         self.started: deque[tuple[int, Pending]] = deque()
         shape = (plan.longest, plan.height, plan.width, 3)

@@ -57,7 +57,7 @@ class DenoiseSettings(_Checked):
     keeps the blocks on the host and streams them, "auto" does so where they do not fit (engine/placement.py); preview:
     small pictures of where the video goes, every few steps; attention: which implementation, "auto" for the fastest
     that gave the right answer on this device; fused_kernels: the blocks in few passes, "auto" where the kernels run and
-    are proven."""
+    are proven; devices: whether the steps are spread over all devices that the engine was given, or one does them."""
 
     user_name: ClassVar[str] = "denoise"
     precision: Precision = "auto"
@@ -66,6 +66,7 @@ class DenoiseSettings(_Checked):
     preview: Switch = "on"
     attention: Attention = "auto"
     fused_kernels: AutoSwitch = "auto"
+    devices: Devices = "all"
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,10 @@ from engine.rank import Facts, Usage
 from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shapes import video_tokens
 from engine.shared import Shared
 from engine.telemetry import DeviceMemory, Memory, memory_now
+from engine.ulysses import Team, form_team
 from kernels.choose import Choice as KernelChoice
 
 ALONE = 3600.0  # seconds for what one rank does by itself, where nobody waits for it
@@ -184,9 +186,10 @@ class GroupExecutor:
     ) -> Iterator[Step]:
         """As of `LocalExecutor`; latents on the host."""
         embeddings = tuple(text and text.embedding for text in texts)
-        call = partial(self._call, "denoise", ranks=1, silence=ALONE)
+        team = self._team(request, guided=request.guidance > 1)
+        call = partial(self._call, "denoise", ranks=team.ranks, silence=ALONE if team.ranks == 1 else None)
         sigmas = build_scheduler(self.scheduler, request.steps, request.shift).sigmas
-        call("denoise_begin", embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality)
+        call("denoise_begin", embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality, team)
         try:
             for k in range(request.steps):
                 if cancel.is_set():
@@ -195,6 +198,12 @@ class GroupExecutor:
         finally:
             if self.group.alive:
                 call("denoise_end")
+
+    def _team(self, request: Request, guided: bool) -> Team:
+        config = self.transformer_config
+        tokens = video_tokens(request.frames, request.height, request.width)
+        ranks = 1 if request.denoise.devices == "one" else len(self.devices)
+        return form_team(ranks, config.num_attention_heads, guided, tokens)
 
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
         """As of `LocalExecutor`: every rank writes its rows of each frame into one ring that it shares with us."""
@@ -231,12 +240,12 @@ class GroupExecutor:
         latents = latents.cpu()
         while True:
             choice = self.explain_decode(settings)
-            plan = Plan(latents, choice)
+            plan = Plan(latents, choice, memory_gib=settings.memory_gib)
             ranks = min(choice.devices, latents.shape[3])  # no band without rows
             size = plan.longest * plan.height * plan.width * 3
             block = Shared.make("frames", size * (np.float32().nbytes if floats else RING))
             call = partial(self._call, "decode", ranks=ranks, silence=ALONE if ranks == 1 else None)
-            begin = (latents.numpy(), choice, ranks, block.nbytes, floats)
+            begin = (latents.numpy(), choice, settings.memory_gib, ranks, block.nbytes, floats)
             lacks = call("decode_begin", *begin, share=block)
             block.close()
             if not any(lacks):

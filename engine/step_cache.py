@@ -8,6 +8,7 @@ line in sigma) and the other blocks are skipped. The idea of watching the first 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,8 @@ class StepCache:
     def __init__(self, policy: Policy, sigmas: list[float]) -> None:
         self.policy, self.sigmas = policy, sigmas
         self.recalled = 0
+        # Adds up what the devices that share the tokens found; by default there is one.
+        self.total: Callable[[Tensor], Tensor] = lambda sums: sums
         self._witness: Tensor | None = None
         self._known: list[tuple[float, Tensor]] = []
 
@@ -46,7 +49,7 @@ class StepCache:
         added = after - before
         steps = len(self.sigmas) - 1
         free = self.policy.first <= k < steps - self.policy.last and len(self._known) == 2
-        if free and _change(added, self._witness) < self.policy.threshold:
+        if free and self._change(added) < self.policy.threshold:
             self.recalled += 1
             return True
         self._witness = added
@@ -61,10 +64,11 @@ class StepCache:
         (earlier, a), (later, b) = self._known
         return torch.lerp(a, b, (self.sigmas[k] - earlier) / (later - earlier))
 
-
-def _change(new: Tensor, old: Tensor) -> float:
-    """Relative L1 distance; NaN counts as changed, since no comparison with it is true."""
-    return float((new - old).abs().mean(dtype=torch.float32) / old.abs().mean(dtype=torch.float32))
+    def _change(self, added: Tensor) -> float:
+        """Relative L1 distance from the witness; NaN counts as changed, since no comparison with it is true."""
+        sums = torch.stack([x.abs().sum(dtype=torch.float32) for x in (added - self._witness, self._witness)])
+        difference, size = self.total(sums)
+        return float(difference / size)
 
 
 def make_cache(quality: Quality, sigmas: list[float]) -> StepCache | None:

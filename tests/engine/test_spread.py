@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -26,7 +25,7 @@ from engine.group import WorkerGroup
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shared import Shared
 from engine.spread import GroupExecutor
-from tests.engine.faulty_worker import BARE
+from tests.engine.faulty_worker import BARE, Bare
 from tests.engine.wan_vae import normal_latents
 
 pytestmark = pytest.mark.timeout(240)
@@ -184,7 +183,7 @@ def bare(module):
     numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, str, type(None)))}
     parts = {name: bare(part) for name, part in module._modules.items()}
     tensors = {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False)}
-    return SimpleNamespace(**numbers, **parts, **tensors)
+    return Bare(**numbers, **parts, **tensors)
 
 
 @pytest.fixture(scope="module")
