@@ -19,7 +19,7 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from engine import compare_cli
-from engine.devices import RULE, devices_from_environment
+from engine.devices import RULE, choose_device, devices_from_environment
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, MediaError, RequestError
 from engine.events import (
@@ -33,7 +33,6 @@ from engine.events import (
     VideoFinished,
     Warned,
 )
-from engine.executor import choose_device
 from engine.placement import survey
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request
@@ -218,7 +217,7 @@ def run(events: Iterator[Event]) -> VideoFinished:
 def plan(arguments: argparse.Namespace) -> str:
     """Where everything would go on this machine for what the arguments ask for."""
     preset = preset_from_environment(arguments.preset, arguments.checkpoint)
-    lines = survey(preset.checkpoint, make_request(arguments, preset), choose_device(arguments.device))
+    lines = survey(preset.checkpoint, make_request(arguments, preset), choose_device(arguments.devices))
     return json.dumps(lines, ensure_ascii=False) if arguments.json else "\n".join(f"{k}: {v}" for k, v in lines.items())
 
 

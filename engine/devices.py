@@ -68,3 +68,8 @@ def _gpus(text: str) -> tuple[torch.device, ...]:
     if len(numbers) > MOST:
         raise RequestError(f"devices = {shown(text)} names {len(numbers)} GPUs; a video is spread over {MOST} at most.")
     return tuple(torch.device("cuda", number) for number in numbers)
+
+
+def choose_device(text: str = "auto") -> torch.device:
+    """The first device of a list, for what runs on one alone. Errors as of `parse_devices`."""
+    return parse_devices(text)[0]

@@ -26,7 +26,8 @@ from engine import checkpoint as files
 from engine import fp8
 from engine.condition import make_condition
 from engine.denoise import Step, denoise
-from engine.executor import DTYPES, choose_device
+from engine.devices import choose_device
+from engine.executor import DTYPES
 from engine.noise import draw_noise
 from engine.preset import Preset, preset_from_environment
 from engine.request import Request

@@ -6,7 +6,7 @@ the RoPE tables, all modulations and the condition's share of the patch embeddin
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -119,9 +119,9 @@ class Prepared:
     out: Tensor  # float32 [steps, 2 D]
     latent_shape: tuple[int, ...]  # [B, C, F, H, W]
     sigmas: tuple[float, ...]
-    # On several devices: which of the video's tokens are here, and what brings the output [B, N, ...] of all together.
-    tokens: slice | None = None
-    gather: Callable[[Tensor], Tensor] | None = None
+    # On several devices: which of the video's tokens are here, and what brings the output of all together.
+    tokens: slice = field(default_factory=lambda: slice(None))
+    gather: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
 
 
 class PAN2Transformer3DModel(nn.Module):
@@ -248,13 +248,12 @@ class PAN2Transformer3DModel(nn.Module):
         rope: Rope,
         shape: Sequence[int],
         enough: Enough | None = None,
-        gather: Callable[[Tensor], Tensor] | None = None,
+        gather: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     ) -> Tensor | None:
         """Tokens [B, N, D] and text [B, L, D] to a velocity for latents of `shape`. out: the modulation behind the
         blocks; unlike in the blocks its scale comes first.
 
         enough: asked with the video stream before and after the first block; if it says so, the result is None.
-        gather: of `Prepared`.
         """
         scale, shift = out.chunk(2, dim=-1)
         if self.fused_kernels:
@@ -263,10 +262,7 @@ class PAN2Transformer3DModel(nn.Module):
         else:
             x = self.blocks(x, c, modulations, rope, enough)
             x = None if x is None else modulate(x, shift, scale)
-        if x is None:
-            return None
-        y = self.proj_out(x)
-        return unpatchify(y if gather is None else gather(y), shape).to(self.dtype)
+        return None if x is None else unpatchify(gather(self.proj_out(x)), shape).to(self.dtype)
 
     def blocks(
         self, x: Tensor, c: Tensor, modulations: list[Tensor], rope: Rope, enough: Enough | None = None
@@ -322,9 +318,7 @@ class PAN2Transformer3DModel(nn.Module):
         if not 0 <= k < len(prepared.sigmas):
             raise ValueError(f"step {k} is not in the prepared schedule of {len(prepared.sigmas)} sigmas")
         weight = self.x_embedder.weight[:, : self.config.out_channels].flatten(1)
-        patches = patchify(latents.to(self.device, self.dtype))
-        if prepared.tokens is not None:
-            patches = patches[:, prepared.tokens]
+        patches = patchify(latents.to(self.device, self.dtype))[:, prepared.tokens]
         x = torch.addmm(prepared.condition.flatten(0, 1), patches.flatten(0, 1), weight.T).view_as(prepared.condition)
         modulations, enough = [m[k] for m in prepared.blocks], partial(cache.recalls, k) if cache else None
         x, out = x.to(self.dtype), prepared.out[k]

@@ -28,8 +28,9 @@ from engine.attention import Shape, choose_attention
 from engine.condition import make_condition
 from engine.decode import decode
 from engine.denoise import denoise
+from engine.devices import choose_device
 from engine.errors import EngineError, MediaError, RequestError
-from engine.executor import DTYPES, choose_device, choose_precision
+from engine.executor import DTYPES, choose_precision
 from engine.fused import choose_fused
 from engine.memory import in_words
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
