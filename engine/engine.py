@@ -311,7 +311,8 @@ class Engine:
             error = yield from self._decode(telemetry, latents, settings, writer, frames, cancel)
             video = yield from self._stage(telemetry, "file", lambda: writer.close(partial=error is not None))
         size = {"frames": writer.written, "height": height, "width": width, "fps": self.preset.fps}
-        stats = record.stats(notes | size, telemetry.summary(), video)
+        figures = telemetry.summary() | {"devices": self.executor.stats()}
+        stats = record.stats(notes | size, figures, video)
         try:
             record.keep_last_frame(folder, writer.last)
             record.write_json(folder / record.STATS_NAME, stats)
