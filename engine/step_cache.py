@@ -26,7 +26,7 @@ class Policy:
     last: int = 1
 
 
-POLICIES: dict[Quality, Policy] = {"balanced": Policy(0.1), "draft": Policy(0.3)}
+POLICIES: dict[Quality, Policy] = {"balanced": Policy(0.1), "draft": Policy(0.2)}
 """Chosen by measurement on the small model (benchmarks/step_cache.md)."""
 
 
