@@ -69,6 +69,7 @@ class GroupExecutor:
         self.cuda = devices[0].type == "cuda"
         self.folder: Path | None = None
         self.group = WorkerGroup(devices, program, silence)
+        self.most = len(devices)  # of the devices, the first so many are used
         self.names = [f"rank {rank} ({device})" for rank, device in enumerate(devices)]
         self._loaded: tuple[str, bool] | None = None
         self._switches: tuple[str, str] | None = None
@@ -202,7 +203,7 @@ class GroupExecutor:
     def _team(self, request: Request, guided: bool) -> Team:
         config = self.transformer_config
         tokens = video_tokens(request.frames, request.height, request.width)
-        ranks = 1 if request.denoise.devices == "one" else len(self.devices)
+        ranks = 1 if request.denoise.devices == "one" else self.most
         return form_team(ranks, config.num_attention_heads, guided, tokens)
 
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
@@ -264,7 +265,8 @@ class GroupExecutor:
 
     def explain_decode(self, settings: DecodeSettings) -> Choice:
         """As of `LocalExecutor`; what all devices can do."""
-        return agree(settings, self._known(), self.names)
+        names = self.names[: self.most]
+        return agree(settings, self._known()[: self.most], names)
 
     def _known(self) -> list[Facts]:
         if not self._facts:

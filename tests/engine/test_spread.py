@@ -19,14 +19,19 @@ import pytest
 import torch
 from torch import nn
 
+from engine.condition import make_condition
 from engine.errors import Cancelled, EngineError, GroupError, ResourceError
 from engine.executor import LocalExecutor
 from engine.group import WorkerGroup
+from engine.noise import draw_noise
+from engine.prompt import TextEmbedding
 from engine.settings import DecodeSettings, DenoiseSettings
+from engine.shapes import latent_shape
 from engine.shared import Shared
 from engine.spread import GroupExecutor
 from tests.engine.faulty_worker import BARE, Bare
 from tests.engine.wan_vae import normal_latents
+from tests.toy import TEXT_DIM
 
 pytestmark = pytest.mark.timeout(240)
 NEVER = threading.Event()
@@ -233,6 +238,38 @@ def test_faults_in_the_middle_of_a_pass_end_in_words_and_the_next_request_works(
             assert all(process.poll() is not None for process in processes)
         executor.load(DenoiseSettings(), quiet)
         assert np.array_equal(frames_of(executor, latents)[0], expected)
+
+
+def steps_of(executor, preset, cancel=NEVER, **changes):
+    """The steps of a run that needs no text model."""
+    request = preset.request(steps=6, **changes)
+    shape = latent_shape(request.frames, request.height, request.width)
+    texts = [TextEmbedding(draw_noise(seed, (1, tokens, TEXT_DIM)), tokens, 0) for seed, tokens in ((1, 5), (2, 3))]
+    return executor.denoise(request, tuple(texts), make_condition(shape), draw_noise(3, (1, *shape)), cancel)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_faults_in_the_middle_of_a_step_and_a_stop_between_two(
+    bare_checkpoint, local, toy_preset, tmp_path, monkeypatch, ranks
+):
+    *_, expected = steps_of(local, toy_preset)
+    with faulty(bare_checkpoint, ranks) as executor:
+        for kind, (error, words) in FAULTS.items():
+            monkeypatch.setenv("FAULT", f"1 {kind} 5 {tmp_path / kind}")
+            executor.load(DenoiseSettings(), quiet)
+            clock = time.monotonic()
+            with pytest.raises(error, match=words.replace("decode", "denoise")):
+                list(steps_of(executor, toy_preset))
+            assert time.monotonic() - clock < 30
+        executor.load(DenoiseSettings(), quiet)
+        cancel, came = threading.Event(), 0
+        with pytest.raises(Cancelled, match="after 2 of 6"):
+            for step in steps_of(executor, toy_preset, cancel):
+                came = step.k
+                if came == 2:
+                    cancel.set()
+        *_, last = steps_of(executor, toy_preset)
+        assert (last.latents - expected.latents).abs().max() < 1e-4 * expected.latents.abs().max()
 
 
 @pytest.mark.parametrize(
