@@ -90,7 +90,9 @@ def decode_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m engine decode", description="Decode saved latents again.")
     parser.add_argument("--latents", type=Path, required=True, metavar="FILE", help="latents.safetensors of a job")
     _add_model(parser)
-    _add_how(parser)
+    _add_how(parser).add_argument(
+        "--verify", action="store_true", help="decode on one device as well and say whether every byte is the same"
+    )
     return parser
 
 
@@ -242,7 +244,22 @@ def decode(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
     check_out(arguments.out, arguments.keep)
     engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.devices)
     settings = decode_settings(arguments)
-    return deliver(arguments, lambda folder: engine.decode(arguments.latents, settings, folder, cancel))
+    figures = deliver(arguments, lambda folder: engine.decode(arguments.latents, settings, folder, cancel))
+    return figures | {"verdict": verify(engine, arguments.latents, settings, cancel)} if arguments.verify else figures
+
+
+def verify(engine: Engine, latents: Path, settings: DecodeSettings, cancel: threading.Event) -> dict:
+    """Compare a decode with that of one device. Raises EngineError, in words, if they differ more than they may."""
+    alone = dataclasses.replace(settings, devices="one")
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Progress()
+        for event in engine.compare(latents, settings, alone, Path(folder), cancel):
+            progress.show(event)
+    verdict = event.result["verdict"]
+    if not (verdict and verdict["passed"]):
+        raise EngineError(f"The devices together do not give the frames of one: {verdict and verdict['text']}")
+    print(f"{verdict['text']}", file=sys.stderr)
+    return verdict
 
 
 def deliver(arguments: argparse.Namespace, work: Callable[[Path], Iterator[Event]]) -> dict:

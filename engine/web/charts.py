@@ -6,6 +6,7 @@ Colours are classes named after stages; style.css gives them one for light and o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -27,7 +28,8 @@ def figures(stats: Mapping[str, Any], name: str, steps: int | None = None) -> st
     total, stages = stats.get("seconds") or 0.0, stats.get("stages") or []
     if not stages or total <= 0:
         return ""
-    parts = [stage_bar(stages, total, name), *memory_lanes(stats.get("memory") or {}, stages, total, name)]
+    parts = [stage_bar(stages, total, name), *device_lanes(stats.get("devices") or [], total, name)]
+    parts += memory_lanes(stats.get("memory") or {}, stages, total, name)
     if seconds := stats.get("step_seconds"):
         parts.append(step_bars(seconds, max(steps or 0, len(seconds)), name))
     return f'<div class="charts">{"".join(parts)}</div>'
@@ -44,6 +46,21 @@ def stage_bar(stages: Sequence[Mapping[str, Any]], total: float, name: str) -> s
     head = _head("Time", words.duration(total))
     drawn = _svg(f"{name}-time", "Time by stage", "; ".join(items), rects, "bar")
     return f'<div class="chart">{head}{drawn}<ul class="legend">{legend}</ul></div>'
+
+
+def device_lanes(devices: Sequence[Mapping[str, Any]], total: float, name: str) -> list[str]:
+    """When each of several devices was at work and on what, with what it waited for others and sent to them."""
+    lanes = []
+    for device in devices:
+        spans = [span for span in device["spans"] if span[0] in words.STAGES]
+        bands = (_band(stage, began, ended - began, total, 1.0) for stage, began, ended in spans)
+        said = (
+            f"busy {words.duration(device['busy_seconds'])}, {device['waiting_share']:.0%} of it waiting for others; "
+        )
+        said += f"sent {in_words(device['bytes_sent'])}"
+        drawn = _svg(f"{name}-busy-{device['name']}", f"Work over time: {device['name']}", said, "".join(bands), "bar")
+        lanes.append(f'<div class="chart">{_head(device["name"], said)}{drawn}</div>')
+    return [*lanes, _axis(total)] if lanes else []
 
 
 def memory_lanes(
@@ -124,7 +141,7 @@ def _axis(total: float) -> str:
 
 
 def _svg(name: str, title: str, said: str, shapes: str, kind: str) -> str:
-    key = escape(name)
+    key = re.sub(r"[^\w-]+", "-", name)  # a list of ids is separated by spaces
     return (
         f'<svg class="{kind}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-labelledby="{key}-title {key}-said"><title id="{key}-title">{escape(title)}</title>'

@@ -115,3 +115,17 @@ def test_a_device_that_came_later_has_gaps_before():
     series.add(0.1, {"host": 9})
     series.add(1.0, {"host": 2, "cuda:0": 5})
     assert series.to_json() == {"seconds": [0.0, 1.0], "cuda:0": [None, 5], "host": [1, 2]}
+
+
+def test_every_device_has_a_lane_of_what_it_did_and_waited():
+    lane = {"name": "rank 1 (cuda:1) <b>", "busy_seconds": 4.0, "waiting_share": 0.25, "bytes_sent": 2**20}
+    lane["spans"] = [["start", 0.0, 0.5], ["denoise", 1.0, 4.0], ["decode", 4.0, 5.0]]
+    stages = [{"name": "denoise", "started": 1.0, "seconds": 3.0, "peaks": {}}]
+    drawn = charts.figures({"seconds": 10.0, "stages": stages, "devices": [lane]}, "job")
+    assert "25% of it waiting for others; sent 1.0 MiB" in drawn and "<b>rank 1 (cuda:1) &lt;b&gt;</b>" in drawn
+    bar = drawn[drawn.index("job-busy-") :]
+    assert 'class="denoise" x="100.0" width="300.0"' in bar and 'class="decode" x="400.0" width="100.0"' in bar
+    assert 'class="start"' not in drawn
+    ids = [part.split('"')[0] for part in drawn.split(' id="')[1:]]
+    assert all(" " not in name for name in ids) and len(set(ids)) == len(ids)
+    assert "job-busy-" not in charts.figures({"seconds": 10.0, "stages": stages, "devices": []}, "job")

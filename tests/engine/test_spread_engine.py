@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 
+from engine.__main__ import main
 from engine.engine import Engine
 from engine.events import ComparisonFinished, VideoFinished
-from engine.latents import load_latents
+from engine.latents import load_latents, save_latents
+from engine.noise import draw_noise
 from engine.settings import DecodeSettings
 from engine.sides import RandomLatents
 
@@ -55,3 +57,13 @@ def test_prompts_tokens_pictures_and_facts_come_from_the_workers(engine, toy_pre
     assert engine.count_tokens("a red circle") > 0
     assert "2 processes on the CPU" in engine.about()["Device"]
     assert not torch.cuda.is_initialized()
+
+
+def test_the_command_line_verifies_a_decode(engine, toy_preset, toy_checkpoint, tmp_path, capsys, monkeypatch):
+    noise = draw_noise(5, (1, 48, 2, 6, 4))
+    save_latents(tmp_path / "latents.safetensors", noise, {})
+    monkeypatch.setattr("engine.__main__.Engine", lambda preset, devices: engine)
+    monkeypatch.setattr("engine.__main__.preset_from_environment", lambda *_: toy_preset)
+    arguments = ["decode", "--latents", str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "out.mp4")]
+    assert main([*arguments, "--devices", "cpu:2", "--verify"]) == 0
+    assert "Every byte is the same" in capsys.readouterr().err
