@@ -5,6 +5,9 @@ python app.py [--preset tiny|pan2|file.toml] [--checkpoint FOLDER_OR_REPOSITORY]
 
 from __future__ import annotations
 
+from engine.web import lent
+
+# isort: split
 import argparse
 import logging
 import tempfile
@@ -26,7 +29,7 @@ from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
 from engine.telemetry import memory_now
-from engine.web import details, mcp
+from engine.web import details, mcp, zero
 from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
 from engine.web.compare_routes import compare_router
@@ -117,6 +120,8 @@ def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;
     # in a mounted one, any file of the server could be asked for.
     demo.has_launched = demo.is_running = True
+    if lent.HERE:
+        zero.tell_port(demo, hosting.port)
     gr.mount_gradio_app(
         app,
         demo,
@@ -197,7 +202,8 @@ def main() -> None:
         hosting = settings(arguments)
         preset = preset_from_environment(hosting.preset, hosting.checkpoint)
         outputs = _outputs(hosting.outputs)
-        engine = guarded(Engine(preset, arguments.devices), hosting.guardrail, hosting.public, outputs)
+        engine = Engine(preset, arguments.devices, measured=not lent.HERE)
+        engine = zero.lend(guarded(engine, hosting.guardrail, hosting.public, outputs))
         jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
     except EngineError as error:
         raise SystemExit(str(error)) from error

@@ -22,13 +22,14 @@ from engine import disk, record
 from engine import estimate as cost
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
-from engine.decode_cost import CompareCost, DecodeCosts, decode_work
+from engine.decode_cost import CompareCost
 from engine.denoise import Step
 from engine.errors import BusyError, Cancelled, EngineError, MediaError, RequestError, ResourceError
 from engine.events import Event, FramesReady, Stage, StageEnded, StageStarted, StepDone, VideoFinished, Warned
+from engine.executor import usable
 from engine.executors import Executor, build_executor
+from engine.experience import Experience
 from engine.latents import load_latents, save_latents
-from engine.measure import measure
 from engine.memory import in_words, memory_in_words
 from engine.noise import draw_noise
 from engine.preset import Preset
@@ -36,7 +37,7 @@ from engine.preview import LinearMap, Previews
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
-from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
+from engine.shapes import latent_shape
 from engine.sides import Comparison, Option, RandomLatents, decoder_of, open_latents, options
 from engine.telemetry import Telemetry
 from engine.video import VideoWriter
@@ -63,16 +64,16 @@ class Readiness:
 
 
 class Engine:
-    """One model on this machine. preset: what it does by default and at most; devices: see `engine.devices`."""
+    """One model on this machine. preset: what it does by default and at most; devices: see `engine.devices`; measured:
+    whether loading ends with a short run that tells how fast it is, else the first video does."""
 
-    def __init__(self, preset: Preset, devices: str = "auto") -> None:
-        self.preset = preset
+    def __init__(self, preset: Preset, devices: str = "auto", measured: bool = True) -> None:
+        self.preset, self._measured = preset, measured
         self.executor: Executor = build_executor(preset.checkpoint, devices)
         self.executor.typical = preset.request()
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
-        self._rates: cost.Rates | None = None
+        self.experience = Experience(self.executor.devices[0].type)
         self._preview_map: LinearMap | None = None
-        self._costs = DecodeCosts(self.executor.devices[0].type)
         self._running: Telemetry | None = None
         self._busy, self._loading = threading.Lock(), threading.Lock()
 
@@ -149,7 +150,7 @@ class Engine:
             yield from self._stage(telemetry, "load", self.load)
             for side, settings in (("a", a), ("b", b)):
                 yield from comparison.run(side, settings, self.executor, telemetry, cancel)
-            self._learn_sides(comparison)
+            self.experience.learn_sides(comparison)
             yield from comparison.finish(facts.machine(self.preset, self.executor))
 
     def check(self, request: Request) -> Image.Image | None:
@@ -176,10 +177,9 @@ class Engine:
                 if not self.executor.holds(settings):
                     self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
                     self.executor.load(settings, self._report)
-                if self._rates is None:
-                    self._rates = measure(self.executor, self.preset)
-                    self._costs.learn(self.decoder(self.preset.decode), self._rates.positions, 1.0)
-                if self._preview_map is None and settings.preview == "on":
+                if self._measured:
+                    self.experience.measure(self.executor, self.preset, self.decoder(self.preset.decode))
+                if self._preview_map is None and settings.preview == "on" and usable(self.executor.device):
                     self._preview_map = self._fit_preview()
             except Exception as error:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -200,12 +200,7 @@ class Engine:
 
     def estimate(self, request: Request) -> cost.Estimate | None:
         """What a request will take; None before the model is loaded. RequestError for an absent decoder."""
-        if self._rates is None:
-            return None
-        latents = latent_shape(request.frames, request.height, request.width)[1:]
-        executor, decoder = self.executor, self.decoder(request.decode)
-        decode = self._costs.predict(decoder, latents, executor.vae_config)
-        return cost.estimate(executor.transformer_config, request, self._rates, decode, executor.itemsize)
+        return self.experience.estimate(self.executor, request, self.decoder(request.decode))
 
     def decoder(self, settings: DecodeSettings) -> Decoder:
         """Path and precision that settings mean on this machine. RequestError where there is no such path."""
@@ -218,8 +213,7 @@ class Engine:
     def estimate_comparison(self, a: DecodeSettings, b: DecodeSettings, latents: tuple[int, int, int]) -> CompareCost:
         """What a comparison of latents [frames, height, width] will take. RequestError for an absent decoder."""
         config = self.executor.vae_config if self.executor.folder else None
-        costs = [self._costs.predict(self.decoder(settings), latents, config) for settings in (a, b)]
-        return CompareCost(*costs, frames=video_frames(latents[0]), pixels=latents[1] * latents[2] * SPATIAL_FACTOR**2)
+        return self.experience.estimate_comparison([self.decoder(side) for side in (a, b)], latents, config)
 
     def about(self) -> dict[str, str]:
         """What runs here, for people to read."""
@@ -242,8 +236,7 @@ class Engine:
     def close(self) -> None:
         """Give back every byte."""
         self.executor.close()
-        self._rates = self._preview_map = None
-        self._costs = DecodeCosts(self.executor.devices[0].type)
+        self.experience, self._preview_map = Experience(self.executor.devices[0].type), None
         self._readiness = Readiness("idle", "The model is loaded with the first request.")
 
     # The stages of a run, in order.
@@ -293,7 +286,7 @@ class Engine:
                 yield StepDone(step.k, request.steps, step.seconds, (request.steps - step.k) * cost.pace(steps))
                 yield from previews.after(step)
         yield StageEnded("denoise", stage.seconds, stage.peaks)
-        self._rates = cost.learn_denoise(self._rates, self.executor.transformer_config, request, stage.seconds, steps)
+        self.experience.learn_denoise(self.executor.transformer_config, request, stage.seconds, steps)
         return step
 
     def _deliver(
@@ -349,8 +342,8 @@ class Engine:
                     raise
                 early = error
         yield StageEnded("decode", stage.seconds, stage.peaks)
-        work = decode_work(*latents.shape[2:]) * writer.written / frames
-        self._costs.learn(self.decoder(settings), work, stage.seconds)
+        part = writer.written / frames
+        self.experience.learn_decode(self.decoder(settings), latents.shape[2:], part, stage.seconds)
         return early
 
     def _stage(self, telemetry: Telemetry, name: Stage, work: Callable[[], T]) -> Run[T]:
@@ -366,13 +359,6 @@ class Engine:
         tokens = {"prompt": texts[0].tokens, "negative_prompt": texts[1].tokens if texts[1] else None}
         skipped = record.step_cache(request.denoise.quality, step, self.preset.fidelity)
         return {"request": request.to_json(), "tokens": tokens} | skipped | facts.machine(self.preset, self.executor)
-
-    def _learn_sides(self, comparison: Comparison) -> None:
-        frames, height, width = comparison.latents.shape[2:]
-        for side in comparison.sides:
-            if side.seconds:
-                added = side.added / (height * width) if side.added is not None else None
-                self._costs.learn(side.decoder, decode_work(frames, height, width), side.seconds, added)
 
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."

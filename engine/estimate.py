@@ -56,6 +56,10 @@ class Rates:
     speedups: Mapping[str, float] = field(default_factory=dict)
 
 
+# Before anything was measured. The first video says how much slower a machine is than one operation a second.
+UNKNOWN = Rates(flops=1.0, positions=0.0, basis="nothing")
+
+
 def pass_flops(config: Any, frames: int, height: int, width: int) -> float:
     """Operations of one transformer pass over a video: products of the video stream and joint attention.
 

@@ -23,7 +23,7 @@ from engine.decode import decode, explain, float_frames
 from engine.decode_plan import Choice as DecodeChoice
 from engine.decode_plan import FrameChunk
 from engine.denoise import Step, denoise
-from engine.errors import RequestError
+from engine.errors import RequestError, ResourceError
 from engine.fused import choose_fused
 from engine.latents import folder_hash
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
@@ -51,6 +51,12 @@ def choose_precision(settings: DenoiseSettings, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
+def usable(device: torch.device) -> bool:
+    """Whether something can be computed on a device by now. Where a GPU is lent for single calls (engine/web/zero.py),
+    weights are put on it before that, and CUDA begins within the call."""
+    return device.type != "cuda" or torch.cuda.is_initialized()
+
+
 class LocalExecutor:
     """All parts of a checkpoint on one device, in this process.
 
@@ -65,7 +71,8 @@ class LocalExecutor:
         self.typical = Request("", "", height=64, width=64, frames=1, steps=1, shift=1.0, guidance=1.0, seed=0)
         self.placement: Placement | None = None
         self._texts: OrderedDict[str, TextEmbedding] = OrderedDict()
-        self._switches: tuple[str, str] | None = None
+        self._switches: tuple[str, str, bool] | None = None
+        self._scattered = False
         self.paths: tuple[Choice, ...] = ()
         self._lock = threading.Lock()
 
@@ -79,6 +86,11 @@ class LocalExecutor:
             wanted = self.plan(settings)
             if wanted.precision == "fp8" != settings.precision:
                 log.warning("The transformer runs in fp8: %s.", wanted.reason)
+            if wanted.stream and not usable(self.device):
+                raise ResourceError(
+                    f"The blocks would have to stream from host memory ({wanted.reason}), and a GPU that is lent for "
+                    "single calls can't do that. Use a preset of a smaller size or fewer frames."
+                )
             if self.placement is None or self.placement.text != wanted.text:
                 self.text.model.to(self._text_device(wanted))
             if self.placement is None or not self.placement.same_transformer(wanted):
@@ -86,14 +98,24 @@ class LocalExecutor:
                 self.transformer = files.load_transformer(
                     self.folder, self.device, DTYPES[wanted.precision], report, wanted.precision == "fp8", wanted.stream
                 )
+                self._scattered = not usable(self.device)
             self.placement = wanted
             self._switch(settings)
 
     def _switch(self, settings: DenoiseSettings) -> None:
         self._switches = None
+        if self._scattered and usable(self.device):
+            # A GPU that was not there yet got every tensor on its own, also those that shared one.
+            for block in self.transformer.transformer_blocks:
+                block.attn.pack()
+            self._scattered = False
         self.paths = self.denoise_paths(settings)
         switch(self.transformer, self.paths)
-        self._switches = (settings.attention, settings.fused_kernels)
+        self._switches = self._wanted(settings)
+
+    def _wanted(self, settings: DenoiseSettings) -> tuple[str, str, bool]:
+        """What the paths were chosen by: choices that nothing could be tried for are made again."""
+        return settings.attention, settings.fused_kernels, usable(self.device)
 
     def _load_folder(self, settings: DenoiseSettings, report: Report) -> None:
         folder = files.resolve(self.checkpoint, report)
@@ -122,7 +144,7 @@ class LocalExecutor:
 
     def holds(self, settings: DenoiseSettings) -> bool:
         """Whether a request with these settings could start at once."""
-        if self.placement is None or self._switches != (settings.attention, settings.fused_kernels):
+        if self.placement is None or self._switches != self._wanted(settings):
             return False
         return self.placement.same_transformer(wanted := self.plan(settings)) and self.placement.text == wanted.text
 
@@ -130,7 +152,7 @@ class LocalExecutor:
         """Attention and fused kernels for these settings. Before the model is loaded nothing is tried out on the
         device. Raises RequestError for what can't run here."""
         loaded = self.placement is not None and self.placement.same_transformer(self.plan(settings))
-        return denoise_paths(settings, self.device, self.transformer if loaded else None)
+        return denoise_paths(settings, self.device, self.transformer if loaded and usable(self.device) else None)
 
     @property
     def precision(self) -> str | None:

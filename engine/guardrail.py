@@ -54,7 +54,7 @@ def guarded(engine: Any, asked: str, public: bool, outputs: Path) -> Any:
 
 def in_words(engine: Any) -> str:
     """What is checked, for people."""
-    return CHECKED if isinstance(engine, GuardedEngine) else UNCHECKED
+    return CHECKED if getattr(engine, "checked", False) else UNCHECKED
 
 
 class Guardrail:
@@ -95,6 +95,8 @@ class Guardrail:
 
 class GuardedEngine:
     """An engine whose prompts and videos are checked. Everything else is the engine's own."""
+
+    checked = True
 
     def __init__(self, engine: Any, guardrail: Guardrail) -> None:
         self._engine, self._guardrail = engine, guardrail

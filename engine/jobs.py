@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ticket:
-    """What the queue keeps of a job that is not over. room: bytes of disk that it was promised."""
+    """What the queue keeps of a job that is not over. room: bytes of disk that it was promised; context: of the call
+    that asked for it, in which it runs, so that a GPU that is lent is lent to that visitor."""
 
     room: int
     cancel: threading.Event = field(default_factory=threading.Event)
+    context: Context = field(default_factory=copy_context)
 
 
 class Jobs:
@@ -266,7 +269,8 @@ class Jobs:
         while (job := self._waiting.get()) is not None and not self._closing:
             state = self._begin(job)
             if state is not None:
-                self._run(state, self._tickets[job].cancel)
+                ticket = self._tickets[job]
+                ticket.context.run(self._run, state, ticket.cancel)
             with self._changed:
                 del self._tickets[job]
             try:

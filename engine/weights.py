@@ -272,7 +272,8 @@ def place(file: BinaryIO, entry: Entry, where: Placement) -> torch.Tensor:
     if where.device.type == "cpu":
         _read(file, raw)
     else:
-        _read_staged(file, raw, pinned=where.device.type == "cuda")
+        # Where CUDA has not begun yet it has no pinned memory either: a GPU that is lent for single calls.
+        _read_staged(file, raw, pinned=where.device.type == "cuda" and torch.cuda.is_initialized())
     return tensor.to(where.dtype)
 
 

@@ -13,12 +13,14 @@ from engine.errors import EngineError
 from engine.job import CompareState
 from engine.jobs import Jobs
 from engine.web import compare_render as render
+from engine.web import lent
 from engine.web.compare_api import latents_upload
 from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form
 from engine.web.form import size_menu
 
 TICK_SECONDS = 0.7
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+ASKS: dict[str, Any] = QUIET | lent.ASKING
 PLAIN: dict[str, Any] = {"apply_default_css": False}
 
 Values = Mapping[Any, Any]
@@ -86,7 +88,7 @@ class CompareTab:
         buttons = {self.go, self.stop, self.timer}
         demo.load(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
         self.timer.tick(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
-        self.go.click(self.start, {self.job, *form, *shown}, {self.job, self.plan, *shown, *buttons}, **QUIET)
+        self.go.click(self.start, {self.job, *form, *shown}, {self.job, self.plan, *shown, *buttons}, **ASKS)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         source = self.fields["source"]
         groups = [self.of_job, self.of_file, self.of_noise]

@@ -18,7 +18,7 @@ from engine.request import Request
 from engine.settings import Precision
 from engine.sides import parse_side
 from engine.telemetry import memory_now
-from engine.web import details, render, words
+from engine.web import details, lent, render, words, zero
 from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
 from engine.web.files import first_frame
@@ -29,6 +29,7 @@ TICK_SECONDS = 0.7
 FIND_JOB = "(job) => [new URLSearchParams(window.location.search).get('job') || job]"
 SHOW_JOB = "(job) => window.page?.follow(job)"
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+ASKS: dict[str, Any] = QUIET | lent.ASKING
 PLAIN: dict[str, Any] = {"apply_default_css": False}
 
 Values = Mapping[Any, Any]
@@ -121,13 +122,13 @@ class GenerateTab:
         buttons = {self.generate, self.stop, self.timer, self.onward, self.again}
         self._follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
         found = demo.load(None, self.job, self.job, js=FIND_JOB)
-        found.then(self.reopen, {self.job, *view, *form}, {self.job, *view, *buttons, *form}, **QUIET)
+        found.then(self.reopen, {self.job, *view, *form}, {self.job, self.note, *view, *buttons, *form}, **QUIET)
         self.timer.tick(self.look, **self._follow)
         start = [self.generate.click, self.fields["prompt"].submit]
         after = {self.job, self.note, self.plan, self.fields["seed"], *view, *buttons}
-        begun = gr.on(start, self.start, {self.job, *form, *view}, after, **QUIET)
+        begun = gr.on(start, self.start, {self.job, *form, *view}, after, **ASKS)
         begun.then(None, self.job, js=SHOW_JOB)
-        once_more = self.decode.click(self.decode_again, {self.job, self.decoder, *view}, after, **QUIET)
+        once_more = self.decode.click(self.decode_again, {self.job, self.decoder, *view}, after, **ASKS)
         once_more.then(None, self.job, js=SHOW_JOB)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         self._wire_form(demo, form)
@@ -170,7 +171,12 @@ class GenerateTab:
             return model
         return model | {
             # One frame can be seen before a second one makes it a video.
-            self.player: render.player(state, preset.fps, poster=(state.folder / "thumbnail.jpg").is_file()),
+            self.player: render.player(
+                state,
+                preset.fps,
+                poster=(state.folder / "thumbnail.jpg").is_file(),
+                found_again=not zero.after_reload(self.engine),
+            ),
             self.strip: render.strip(state, preset.fps),
             self.messages: render.of_job(state),
             self.details: details.details(state, memory_now(), self.engine.figures()),
@@ -187,7 +193,9 @@ class GenerateTab:
         state = self._find(job)
         if state is None:
             return self.look(values) | self.filling(values) | ({self.job: ""} if job else {})
-        return self.look(values) | self.filling(values, state.request)
+        unsure = "" if state.over else zero.after_reload(self.engine)
+        said = {self.note: render.note(unsure)} if unsure else {}
+        return self.look(values) | self.filling(values, state.request) | said
 
     def filling(self, values: Values, request: Request | None = None) -> dict[Any, Any]:
         """Every field of the form as a request says it, or as it stands.

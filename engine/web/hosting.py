@@ -156,6 +156,7 @@ OTHERS = {
     "CUDA_PATH": "see `CUDA_HOME`",
     "CUTLASS_PATH": "CUTLASS headers, those of the extra `kernels` by default",
     "CXX": "the C++ compiler that nvcc calls, `g++` by default",
+    "SPACES_ZERO_GPU": "set by Hugging Face where a Space has ZeroGPU: the reduced mode of Hosting",
     "MAX_JOBS": "compilers at once while kernels are built; as memory allows by default",
     "TRITON_INTERPRET": "1: Triton's kernels run in Python on a CPU, for their tests",
 }

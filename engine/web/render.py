@@ -56,8 +56,9 @@ def _canvas(height: int, width: int, clear: float, title: str, text: str = "") -
     )
 
 
-def player(state: JobState, fps: int, poster: bool = False) -> str:
-    """The player of a job, or its place before there are frames. poster: there is a thumbnail to show until it plays.
+def player(state: JobState, fps: int, poster: bool = False, found_again: bool = True) -> str:
+    """The player of a job, or its place before there are frames. poster: there is a thumbnail to show until it plays;
+    found_again: a page that is loaded again finds the job.
 
     The element only changes its attributes from one snapshot to the next, so that it goes on playing.
     """
@@ -65,7 +66,7 @@ def player(state: JobState, fps: int, poster: bool = False) -> str:
     if state.first_frame_seconds is None and state.video is None:
         if state.previewed and not state.over:
             return _preview(state)
-        return _canvas(request.height, request.width, _cleared(state), *_before_frames(state))
+        return _canvas(request.height, request.width, _cleared(state), *_before_frames(state, found_again))
     address = f'src="live/{state.id}.mp4"' + (f' final="video/{state.id}.mp4"' if state.video else "")
     size = f'width="{request.width}" height="{request.height}" style="--ratio: {request.width} / {request.height}"'
     words_ = f'label="{escape(request.prompt)}"' + (f' poster="thumbnail/{state.id}.jpg"' if poster else "")
@@ -89,7 +90,7 @@ def _cleared(state: JobState) -> float:
     return stage.done / stage.total if stage and stage.total else 0.0
 
 
-def _before_frames(state: JobState) -> tuple[str, str]:
+def _before_frames(state: JobState, found_again: bool) -> tuple[str, str]:
     if state.status == "failed":
         return "This one failed", "What went wrong stands below."
     if state.status == "interrupted":
@@ -97,7 +98,7 @@ def _before_frames(state: JobState) -> tuple[str, str]:
     if state.over:
         return "Stopped", "There were no frames yet."
     if state.status == "queued":
-        return "In the queue", "You may close this page; the address finds it again."
+        return "In the queue", "You may close this page; the address finds it again." if found_again else ""
     stage = state.stage
     if stage is None or stage.name in ("load", "text", "image"):
         return "Getting ready", ""

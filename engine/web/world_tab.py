@@ -21,7 +21,7 @@ from engine.web import render, words
 from engine.web import world_render as show
 from engine.web.files import first_frame
 from engine.web.form import unknown_words
-from engine.web.generate_tab import PLAIN, QUIET, TICK_SECONDS
+from engine.web.generate_tab import ASKS, PLAIN, QUIET, TICK_SECONDS
 from engine.web.world_form import WorldForm
 
 LISTED = 40
@@ -99,7 +99,7 @@ class WorldTab:
         gr.on([demo.load, self.timer.tick, self.tab.select], self.look, {self.place, *shown}, moved, **QUIET)
         if self.listed:
             gr.on([demo.load, self.tab.select], self.list_videos, None, self.video, **QUIET)
-        self.go.click(self.start, {self.place, *form, *shown}, {*moved, self.plan}, **QUIET)
+        self.go.click(self.start, {self.place, *form, *shown}, {*moved, self.plan}, **ASKS)
         self.stop.click(self.cancel, self.place, self.stop, **QUIET)
         self.video.input(self.begin_with, {self.video, self.place, *shown}, {*moved, *self.actions}, **QUIET)
         for k, button in enumerate(self.choices):
