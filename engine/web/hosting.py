@@ -143,8 +143,8 @@ def _read(entry: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
 
 # Read elsewhere: by libraries, or by parts that run without a server.
 OTHERS = {
-    "ENGINE_DEVICES": "`auto` (the first GPU, else the CPU), `cpu`, GPU numbers such as `0` or `0,1`, or `cpu:4` for four "
-    "processes on the CPU; `--devices` on command lines",
+    "ENGINE_DEVICES": "`auto` (the first GPU, else the CPU), `cpu`, GPU numbers such as `0` or `0,1`, or `cpu:4` for "
+    "four processes on the CPU; `--devices` on command lines",
     "HF_TOKEN": "the Hub's token, for checkpoints whose licence must be accepted",
     "HF_HOME": "the Hub's cache, `~/.cache/huggingface` by default",
     "GRADIO_TEMP_DIR": "where uploads are kept for a day, the system's temporary folder by default",
