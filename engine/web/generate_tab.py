@@ -122,7 +122,7 @@ class GenerateTab:
         buttons = {self.generate, self.stop, self.timer, self.onward, self.again}
         self._follow = {"inputs": {self.job, *view}, "outputs": {*view, *buttons}, **QUIET}
         found = demo.load(None, self.job, self.job, js=FIND_JOB)
-        found.then(self.reopen, {self.job, *view, *form}, {self.job, self.note, *view, *buttons, *form}, **QUIET)
+        found.then(self.reopen, {self.job, *view, *form}, {self.job, *view, *buttons, *form}, **QUIET)
         self.timer.tick(self.look, **self._follow)
         start = [self.generate.click, self.fields["prompt"].submit]
         after = {self.job, self.note, self.plan, self.fields["seed"], *view, *buttons}
@@ -169,16 +169,17 @@ class GenerateTab:
         model = {self.model: render.model(preset.title, preset.about, self.engine.readiness())}
         if state is None:
             return model
+        unsure = zero.while_running(self.engine)
         return model | {
             # One frame can be seen before a second one makes it a video.
             self.player: render.player(
                 state,
                 preset.fps,
                 poster=(state.folder / "thumbnail.jpg").is_file(),
-                found_again=not zero.after_reload(self.engine),
+                found_again=not unsure,
             ),
             self.strip: render.strip(state, preset.fps),
-            self.messages: render.of_job(state),
+            self.messages: render.of_job(state) + (render.note(unsure) if unsure and not state.over else ""),
             self.details: details.details(state, memory_now(), self.engine.figures()),
         }
 
@@ -193,9 +194,7 @@ class GenerateTab:
         state = self._find(job)
         if state is None:
             return self.look(values) | self.filling(values) | ({self.job: ""} if job else {})
-        unsure = "" if state.over else zero.after_reload(self.engine)
-        said = {self.note: render.note(unsure)} if unsure else {}
-        return self.look(values) | self.filling(values, state.request) | said
+        return self.look(values) | self.filling(values, state.request)
 
     def filling(self, values: Values, request: Request | None = None) -> dict[Any, Any]:
         """Every field of the form as a request says it, or as it stands.

@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 # Seconds to ask for: what was reckoned and half of it more, within bounds; as long as nothing is known, FIRST.
 MARGIN, LEAST_SECONDS, FIRST_SECONDS, MOST_SECONDS = 1.5, 20, 120, 600
 STOP_FILE, POLL_SECONDS = ".stop", 0.2
-LENT = "ZeroGPU lends it for as long as a video is made."
+LENT = "ZeroGPU lends it for as long as a video is made, a reduced mode: see System."
 REDUCED = (
     "a reduced mode: a GPU is lent for one job at a time, on the quota of the visitor who asked for it. A page that is "
     "loaded again is not promised a job that still runs; the time of a job is known only after the first one, its "
     "figures of memory only when it is over; blocks can't be streamed from the host"
 )
-RELOADED = (
-    "This page was loaded again while a video is being made. On ZeroGPU the work belongs to the call that asked for "
-    "it: it is shown for as long as it goes on, and if it ends early, start it again."
+RUNNING = (
+    "On ZeroGPU the work belongs to the call that asked for it, so keep this page open. Loaded again, it shows the "
+    "video for as long as the work goes on, without a promise that it does."
 )
 
 
@@ -63,9 +63,9 @@ def tell_port(demo: gr.Blocks, port: int) -> None:
     demo.server = SimpleNamespace(config=SimpleNamespace(port=port))
 
 
-def after_reload(engine: Any) -> str:
-    """What a page must say when it finds its job still at work; empty where that is as good as before."""
-    return RELOADED if isinstance(engine, ZeroEngine) else ""
+def while_running(engine: Any) -> str:
+    """What a page must say while its job is at work; empty where a page that is loaded again finds it for certain."""
+    return RUNNING if isinstance(engine, ZeroEngine) else ""
 
 
 class ZeroEngine:

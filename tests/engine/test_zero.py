@@ -244,7 +244,9 @@ def test_a_page_that_is_loaded_again_promises_nothing(toy_preset, spaces, tmp_pa
         values = {field: field.value for field in tab.fields.values()} | dict.fromkeys(shown) | {tab.job: state.id}
         said = tab.reopen(values)
         assert ("the address finds it again" in said[tab.player]) == promised
-        assert ("loaded again" in said.get(tab.note, "")) != promised
+        assert ("keep this page open" in said[tab.messages]) != promised
+        waiting.status = "finished"
+        assert "keep this page open" not in tab.look(values)[tab.messages]
 
 
 # ---- how it starts
@@ -252,9 +254,12 @@ def test_a_page_that_is_loaded_again_promises_nothing(toy_preset, spaces, tmp_pa
 START = """
 import sys
 import app
-from engine.web import lent, zero
+from engine.web import zero
+from engine.web import compare_tab, generate_tab, world_tab
 
 assert sys.modules["spaces"].FIRST, "torch was imported before spaces"
+# What does not go through Gradio's queue does not say whose quota to take.
+assert all(tab.ASKS["queue"] for tab in (generate_tab, compare_tab, world_tab))
 
 class Toy:
     loads = 0
@@ -283,7 +288,7 @@ def test_spaces_is_imported_only_where_it_is_needed(where, imported):
 
 
 def test_elsewhere_an_engine_stays_what_it_is():
-    assert zero.lend(engine := object()) is engine and zero.after_reload(engine) == ""
+    assert zero.lend(engine := object()) is engine and zero.while_running(engine) == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="another test has begun to use CUDA")
