@@ -27,13 +27,13 @@ class WorldForm:
     def requests(self, engine: Engine, seen: JobState | None) -> list[Request]:
         """One checked request for each action that was written down. seen: the video to go on from, None to begin with
         the picture. RequestError in words for all of them before any is queued."""
-        actions = [text.strip() for text in self.actions if text and text.strip()]
+        actions = [text.strip() for text in self.actions if isinstance(text, str) and text.strip()]
         if not actions:
             raise RequestError("No action is written down. Say in one or more of the fields what happens next.")
         if len(actions) > MAX_BRANCHES:
             raise RequestError(f"{len(actions)} actions are too many; at most {MAX_BRANCHES} are tried together.")
-        first = checked(engine, self._request(engine, seen, actions[0]))
-        return [dataclasses.replace(first, prompt=action) for action in actions]
+        first = self._request(engine, seen, actions[0])
+        return [checked(engine, dataclasses.replace(first, prompt=action)) for action in actions]
 
     def _request(self, engine: Engine, seen: JobState | None, prompt: str) -> Request:
         """The settings of the video that it goes on from; those of the preset for a picture."""

@@ -74,6 +74,13 @@ def test_what_can_not_be_tried_is_refused_in_words(served, actions, words):
         form(*actions).requests(served.engine, None)
 
 
+@pytest.mark.parametrize("bad", ["y" * 20_001, "\udfff"])
+def test_every_action_is_checked_before_any_is_queued(served, tmp_path, bad):
+    Image.new("RGB", (448, 256)).save(tmp_path / "wide.png")
+    with pytest.raises(RequestError, match="prompt"):
+        form("it grows", bad, 5, image=str(tmp_path / "wide.png")).requests(served.engine, None)
+
+
 def test_a_video_that_still_runs_is_nothing_to_go_on_from(served, jobs):
     served.engine.pace = Pace(step=0.2)
     job = jobs.submit(PRESET.request(prompt="a", frames=9))
