@@ -145,7 +145,13 @@ def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
 
 def _live_source(jobs: Jobs, job: str) -> LiveSource | None:
     state = jobs.snapshot(job)
-    return state and LiveSource(state.live, lambda: jobs.snapshot(job).over)
+
+    def finished() -> bool:
+        # It may be deleted while its video still plays.
+        now = jobs.snapshot(job)
+        return now is None or now.over
+
+    return state and LiveSource(state.live, finished)
 
 
 def _load(engine: Engine) -> None:

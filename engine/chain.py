@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from engine.job import JobState
 from engine.record import LAST_FRAME
 from engine.video import FINAL, TO_BT709_TAGS, X264, probe
 
-CHAIN_NAME = "chain.mp4"
 LONGEST = 32
 MAX_BRANCHES = 4
 # A chain is encoded again as a whole: a minute, and a second for every two million pixels, is far more than it takes.
@@ -39,6 +39,20 @@ def lineage(find: Callable[[str], JobState | None], job: str) -> list[JobState]:
         found.append(state)
         name = state.parent
     return found[::-1]
+
+
+def chain_file(states: Sequence[JobState]) -> Path:
+    """Where the video of a lineage is kept. The name depends on every part, since one may be deleted any time."""
+    parts = hashlib.sha256("\n".join(state.id for state in states).encode())
+    return states[-1].folder / f"chain-{parts.hexdigest()[:16]}.mp4"
+
+
+def forget_chains(states: Sequence[JobState]) -> None:
+    """Remove what was joined of another lineage than the one that leads to this video now."""
+    now = chain_file(states) if len(states) > 1 else None
+    for path in states[-1].folder.glob("chain*.mp4"):
+        if path != now:
+            path.unlink(missing_ok=True)
 
 
 def join(videos: Sequence[Path], target: Path) -> Path:

@@ -136,7 +136,8 @@ class Job:
     @property
     def elapsed(self) -> float:
         """Seconds since the work began; 0 while it waits."""
-        return 0.0 if self.started is None else (self.ended or time.time()) - self.started
+        # The clock of the machine may be set back meanwhile.
+        return 0.0 if self.started is None else max(0.0, (self.ended or time.time()) - self.started)
 
     @property
     def stage(self) -> StageState | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import gradio as gr
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.preset import Preset
@@ -116,15 +117,24 @@ def run(preset: Preset, jobs: Jobs, values: dict[str, Any]) -> Iterator[Answer]:
 
 
 def follow(jobs: Jobs, job: str) -> Iterator[Answer]:
-    """How far a job is, then its answer. A caller that goes away stops it: nobody else knows its id."""
+    """How far a job is, then its answer. Errors as of `watch`."""
+    with closing(watch(jobs, job)) as states:
+        for state in states:
+            yield answer(state) if state.over else (None, progress(state))
+
+
+def watch(jobs: Jobs, job: str) -> Iterator[Any]:
+    """Snapshots of a job until it is over. A caller that goes away stops it: nobody else knows its id. Raises gr.Error
+    if it is deleted meanwhile."""
     try:
-        for state in jobs.follow(job, FOLLOW_SECONDS):
-            if not state.over:
-                yield None, progress(state)
+        yield from jobs.follow(job, FOLLOW_SECONDS)
     except GeneratorExit:
-        jobs.cancel(job)
+        # A job that was deleted needs no stop.
+        with suppress(RequestError):
+            jobs.cancel(job)
         raise
-    yield answer(jobs.snapshot(job))
+    except EngineError as error:
+        raise gr.Error(str(error), print_exception=False) from error
 
 
 def progress(state: JobState) -> dict[str, Any]:
@@ -138,6 +148,8 @@ def answer(state: JobState) -> Answer:
     """The video and its figures. Raises gr.Error if there is none."""
     if state.video is None:
         raise gr.Error(state.error or "The job was stopped before there were frames.", print_exception=False)
+    if not state.video.is_file():
+        raise gr.Error("This video was deleted before it could be fetched.", print_exception=False)
     file = describe(state.video, words.file_name(state.request))
     return file, no_paths({"job": state.id, "status": state.status, "warnings": state.warnings, **state.stats})
 

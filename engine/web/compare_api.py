@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import gradio as gr
@@ -12,7 +13,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.job import CompareState
 from engine.jobs import Jobs
-from engine.web.api import CALLS_AT_ONCE, FOLLOW_SECONDS, no_paths
+from engine.web.api import CALLS_AT_ONCE, no_paths, watch
 from engine.web.compare_form import CompareForm, start_form
 from engine.web.files import describe, job_file, refused, sent_file, upload
 
@@ -95,22 +96,14 @@ def call_form(start: CompareForm, **values: Any) -> CompareForm:
 
 
 def run(engine: Engine, jobs: Jobs, form: CompareForm) -> Iterator[Answer]:
-    """Submit, follow and answer. A caller that goes away stops the job: nobody else knows its id.
-
-    Raises gr.Error with the engine's words.
-    """
+    """Submit, follow and answer; a caller that goes away stops the job. Raises gr.Error with the engine's words."""
     try:
         job = jobs.submit(form.request(engine, jobs.outputs)[0])
     except EngineError as error:
         raise gr.Error(str(error), print_exception=False) from error
-    try:
-        for state in jobs.follow(job, FOLLOW_SECONDS):
-            if not state.over:
-                yield _progress(state), None, None
-    except GeneratorExit:
-        jobs.cancel(job)
-        raise
-    yield answer(jobs.comparison(job))
+    with closing(watch(jobs, job)) as states:
+        for state in states:
+            yield answer(state) if state.over else (_progress(state), None, None)
 
 
 def _progress(state: CompareState) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _queue_row(state: JobState) -> Row:
         return Row("Queue", "now", f"{state.position} before" if state.position else "next")
     if state.started is None:
         return Row("Queue", "stopped")
-    waited = state.started - state.created
+    waited = max(0.0, state.started - state.created)
     return Row("Queue", "done", words.duration(waited) if waited > SHORT_WAIT else "", 1.0)
 
 

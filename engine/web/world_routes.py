@@ -9,12 +9,12 @@ from pathlib import Path
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
-from engine.chain import CHAIN_NAME, join, lineage
+from engine.chain import chain_file, forget_chains, join, lineage
 from engine.errors import MediaError
 from engine.job import JobState
 from engine.record import LAST_FRAME
 from engine.web import words
-from engine.web.routes import NO_JOB
+from engine.web.routes import NO_FILE, NO_JOB
 
 FindJob = Callable[[str], JobState | None]
 
@@ -30,6 +30,8 @@ def world_router(find: FindJob) -> APIRouter:
         states = lineage(find, job)
         if not states:
             raise HTTPException(404, NO_JOB)
+        if not states[-1].video.is_file():
+            raise HTTPException(404, NO_FILE)
         try:
             with joining:
                 path = _joined(states)
@@ -52,7 +54,8 @@ def world_router(find: FindJob) -> APIRouter:
 
 def _joined(states: list[JobState]) -> Path:
     """The chain's file, made when it is first asked for; none of the videos of a chain changes any more."""
+    forget_chains(states)
     if len(states) == 1:
         return states[0].video
-    path = states[-1].folder / CHAIN_NAME
+    path = chain_file(states)
     return path if path.is_file() else join([state.video for state in states], path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine import ffmpeg
-from engine.chain import CHAIN_NAME, join, lineage, observation
+from engine.chain import join, lineage, observation
 from engine.errors import MediaError, RequestError
 from engine.job import JobState
 from engine.preset import load_preset
@@ -43,7 +43,7 @@ def video(id: str, folder: Path, parent: str | None = None, there: bool = True) 
 def test_joined_without_the_doubled_frames(tmp_path):
     parts = [[20, 40, 60, 80, 100], [100, 120, 140, 160, 180], [180], [180, 200, 220, 230, 240]]
     clips = [clip(tmp_path / str(k), shades) for k, shades in enumerate(parts)]
-    path = join(clips, tmp_path / CHAIN_NAME)
+    path = join(clips, tmp_path / "chain.mp4")
     info = probe(path)
     assert (info.frames, info.height, info.width, info.fps) == (13, HEIGHT, WIDTH, 24)
     assert (info.pix_fmt, info.color_range, info.color_space) == ("yuv420p", "tv", "bt709")
@@ -55,10 +55,10 @@ def test_joined_without_the_doubled_frames(tmp_path):
 def test_what_cannot_be_joined_is_refused_and_leaves_nothing(tmp_path):
     clips = [clip(tmp_path / "a", [20, 40, 60]), clip(tmp_path / "b", [60, 80], width=128)]
     with pytest.raises(MediaError, match="differ in size"):
-        join(clips, tmp_path / CHAIN_NAME)
+        join(clips, tmp_path / "chain.mp4")
     (tmp_path / "b" / "video.mp4").write_bytes(b"no video")
     with pytest.raises(MediaError, match="does not play"):
-        join(clips, tmp_path / CHAIN_NAME)
+        join(clips, tmp_path / "chain.mp4")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 

@@ -4,6 +4,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from engine.chain import chain_file
 from engine.errors import RequestError
 from engine.jobs import Jobs
 from engine.preset import load_preset
@@ -97,7 +98,7 @@ def test_a_chain_is_served_as_one_video_and_its_last_frame_without_loss(served, 
 
     answer = get(f"/chain/{second}.mp4?download=1")
     assert answer.status_code == 200 and 'attachment; filename="b-' in answer.headers["content-disposition"]
-    path = jobs.snapshot(second).folder / "chain.mp4"
+    path = chain_file([jobs.snapshot(first), jobs.snapshot(second)])
     assert probe(path).frames == 17 and answer.content == path.read_bytes()
     assert get(f"/chain/{first}.mp4").content == jobs.snapshot(first).video.read_bytes()
     assert httpx.get(served.url + f"/chain/{second}.mp4", headers={"Range": "bytes=0-9"}).status_code == 206
