@@ -15,8 +15,9 @@ OF_DENOISE = {
     "attention": "--attention",
     "fused_kernels": "--fused-kernels",
 }
-# Where weights lie, how much memory there may be and what is shown on the way change no byte of a video.
-WITHOUT_EFFECT = ("offload", "preview", "memory_gib")
+# Where weights lie, how much memory there may be and what is shown on the way change no byte of a video; devices that
+# share the work change the last bits of the latents at most, and another machine has others.
+WITHOUT_EFFECT = ("offload", "preview", "memory_gib", "devices")
 OF_DECODE = {"path": "--decode-path", "precision": "--decode-precision"}
 
 
