@@ -209,7 +209,7 @@ def main() -> None:
         preset = preset_from_environment(hosting.preset, hosting.checkpoint)
         outputs = _outputs(hosting.outputs)
         engine = Engine(preset, arguments.devices, measured=not lent.HERE)
-        engine = zero.lend(guarded(engine, hosting.guardrail, hosting.public, outputs))
+        engine = zero.lend(guarded(engine, hosting.guardrail, hosting.public))
         jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
     except EngineError as error:
         raise SystemExit(str(error)) from error

@@ -32,7 +32,7 @@ PROMPT_REFUSED = "This prompt is refused by the safety check of the model's rele
 VIDEO_REFUSED = "This video is refused by the safety check of the model's release, and nothing of it is kept."
 CHECKED = "the prompt before a video is made, 16 frames of each video before it is shown (pan2_guardrail)"
 UNCHECKED = "nothing is checked: neither prompts nor videos"
-# Folders of what has not passed yet; the gate lets nobody see them.
+# Folders of what has not passed yet; the gate lets nobody see them, and the janitor clears what a crash left of them.
 HIDDEN = ".unchecked-"
 T = TypeVar("T", VideoFinished, ComparisonFinished)
 
@@ -42,11 +42,9 @@ def installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def guarded(engine: Any, asked: str, public: bool, outputs: Path) -> Any:
+def guarded(engine: Any, asked: str, public: bool) -> Any:
     """The engine, behind the guardrail where that is wanted. asked: "on", "off", or "auto": on where strangers come
     (`public`) and the package is installed. Raises CheckpointError if it is wanted and can't be used."""
-    for left in outputs.glob(f"{HIDDEN}*"):
-        shutil.rmtree(left, ignore_errors=True)
     if asked == "on" or (asked == "auto" and public and installed()):
         return GuardedEngine(engine, Guardrail())
     return engine

@@ -10,12 +10,13 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from engine import disk
 from engine.errors import RequestError
+from engine.guardrail import HIDDEN
 from engine.job import CompareState, DecodeState, Job, JobState
 from engine.job_id import JOB_ID
 from engine.latents import saved_shape
@@ -35,7 +36,7 @@ RAW_KEPT = 4
 @dataclass(frozen=True)
 class Keep:
     """How much the outputs folder holds before the oldest goes; 0 means no limit. jobs: videos and comparisons; days:
-    since they were asked for; gib: of all their files, latents included."""
+    since they were asked for, by `calendar`; gib: of all their files, latents included."""
 
     jobs: float = 200
     days: float = 30
@@ -59,9 +60,21 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def too_many(jobs: Sequence[Job], sizes: Mapping[str, int], keep: Keep, safe: Iterable[str] = ()) -> dict[str, str]:
-    """Ids of the jobs that go, the oldest first, with the reason. sizes: bytes by id; safe: ids that stay."""
-    safe, now = set(safe), time.time()
+def calendar(jobs: Iterable[Job]) -> Callable[[], float]:
+    """A clock for the age of jobs, in seconds since 1970. It starts with the machine's, but at most a day after the
+    newest job was asked for, and goes on by itself: a clock that is set far ahead by mistake makes nothing old, and
+    the days for which a server was off count as one."""
+    now, began = time.time(), time.monotonic()
+    start = min(now, max((job.created + DAY for job in jobs), default=now))
+    return lambda: start + time.monotonic() - began
+
+
+def too_many(
+    jobs: Sequence[Job], sizes: Mapping[str, int], keep: Keep, safe: Iterable[str] = (), now: float | None = None
+) -> dict[str, str]:
+    """Ids of the jobs that go, the oldest first, with the reason. sizes: bytes by id; safe: ids that stay; now: of
+    `calendar`, None for the machine's clock."""
+    safe, now = set(safe), time.time() if now is None else now
     count, total, doomed = len(jobs), sum(sizes.values()), {}
     for job in sorted(jobs, key=lambda job: job.created):
         age = (now - job.created) / DAY
@@ -114,12 +127,13 @@ def _compared(job: CompareState) -> tuple[int, int, int]:
 
 
 def clear(outputs: Path, known: Iterable[str]) -> None:
-    """Remove what a server that was killed left behind: halves of deletions, and files of unfinished work in folders
-    without a job. known: ids of the jobs. Only before jobs are taken: the folder of a new one is empty at first."""
-    for half in outputs.glob(f"*{DELETED}"):
-        if JOB_ID.fullmatch(half.name.removesuffix(DELETED)):
-            log.info("removing %s, which was being deleted when the server ended", half)
-            shutil.rmtree(half, ignore_errors=True)
+    """Remove what a server that was killed left behind: halves of deletions, what the guardrail had not passed, and
+    files of unfinished work in folders without a job. known: ids of the jobs. Only by the server that has the folder's
+    lock, and before it takes jobs: the folder of a new one is empty at first."""
+    halves = [half for half in outputs.glob(f"*{DELETED}") if JOB_ID.fullmatch(half.name.removesuffix(DELETED))]
+    for left in (*halves, *outputs.glob(f"{HIDDEN}*")):
+        log.info("removing %s, which was at work when the server ended", left)
+        shutil.rmtree(left, ignore_errors=True)
     _remove(_orphans(outputs, set(known)))
 
 

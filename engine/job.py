@@ -258,7 +258,7 @@ class JobState(Job):
             )
         if has_latents:
             return "Its latents are kept: decode them again to get the video."
-        return "Its settings are kept, nothing else was there yet. Start it again."
+        return "Its settings are kept, and nothing else. Start it again."
 
     def to_json(self) -> dict[str, Any]:
         """What job.json holds. Files of the job are named without their folder, which may be moved."""

@@ -23,9 +23,9 @@ from engine.admission import Admission, QueueLimits
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
 from engine.events import Event
-from engine.janitor import Keep, clear, is_fresh, needs, room, sweep, too_many
+from engine.janitor import Keep, calendar, clear, is_fresh, needs, room, sweep, too_many
 from engine.job import CompareState, DecodeRequest, Generates, Job, JobState, Status, new_job
-from engine.job_id import new_id
+from engine.job_id import known_id, new_id
 from engine.memory import in_words
 from engine.record import keep_image
 from engine.request import Request
@@ -70,6 +70,7 @@ class Jobs:
         self._tickets: dict[str, Ticket] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._today = calendar(self._states.values())
         clear(outputs, self._states)
         self._tidy()
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -83,26 +84,28 @@ class Jobs:
 
         parent, group: see `Job`. Raises BusyError if the queue is full or the visitor has asked for too much,
         ResourceError if the folder can't be written or its disk is too full for all that waits, RequestError for a
-        picture or latents that can't be read.
+        picture or latents that can't be read, and for a parent that is no job's id. What is refused counts for nothing.
         """
         name = new_id()
-        job = new_job(request, id=name, folder=self.outputs / name, parent=parent, group=group)
+        job = new_job(request, id=name, folder=self.outputs / name, parent=known_id(parent), group=group)
         # One at a time, so that nobody is admitted while another's job is not yet counted.
         with self._door:
-            self._admit(name)
+            visitor = self._admit()
             ticket = self._require_room(job)
             self._furnish(job, request)
             with self._changed:
+                self._admission.take(visitor, name)
                 self._states[name], self._tickets[name] = job, ticket
         self._waiting.put(name)
         return name
 
-    def _admit(self, job: str) -> None:
+    def _admit(self) -> str | None:
+        """The visitor, if another job may be queued for it."""
         visitor = self._visitor()
         with self._changed:
             active = {name for name, state in self._states.items() if not state.over}
             self._admission.check(visitor, active, self.waiting)
-            self._admission.take(visitor, job)
+        return visitor
 
     def _require_room(self, job: Job) -> Ticket:
         ticket = Ticket(room(job))
@@ -126,9 +129,9 @@ class Jobs:
             if isinstance(request, DecodeRequest) and request.source is None:
                 shutil.copyfile(request.latents, job.latents)
             store.save(job)
-        except (OSError, EngineError) as error:
+        except Exception as error:
             shutil.rmtree(job.folder, ignore_errors=True)
-            if isinstance(error, EngineError):
+            if not isinstance(error, OSError):
                 raise
             raise ResourceError(
                 f"The output folder {job.folder} can't be written to ({error}). Make it writable and see that its disk "
@@ -193,7 +196,13 @@ class Jobs:
             if job in needs(self._states.values()):
                 raise RequestError(f"The latents of {job} are about to be decoded by another job. Stop that one first.")
             del self._states[job]
-        store.remove(state)
+        try:
+            store.remove(state)
+        except ResourceError:
+            if state.folder.is_dir():
+                with self._changed:
+                    self._states[job] = state
+            raise
 
     def follow(self, job: str, seconds: float = 0.5) -> Iterator[Any]:
         """Snapshots until the job is over, the last one included: one when it changed, at most one every `seconds`."""
@@ -285,7 +294,7 @@ class Jobs:
             states = list(self._states.values())
         sizes = {state.id: store.folder_bytes(state.folder) for state in states}
         safe = needs(states) | {state.id for state in states if is_fresh(state)}
-        for job, reason in too_many(states, sizes, self.keep, safe).items():
+        for job, reason in too_many(states, sizes, self.keep, safe, self._today()).items():
             log.info("removing the job %s (%s): %s", job, in_words(sizes[job]), reason)
             self._forget(job)
         sweep([state for state in states if state.id in self._states])

@@ -86,7 +86,7 @@ def _interrupt(job: Job) -> None:
     if isinstance(job, JobState) and began and job.video is None:
         try:
             job.video = rescue(job.folder)
-        except MediaError as error:
+        except (MediaError, OSError) as error:
             log.warning("job %s: nothing of its video can be played: %s", job.id, error)
     job.partial = isinstance(job, JobState) and job.video is not None
     when = "while this was made" if began else "before this began"
@@ -94,7 +94,12 @@ def _interrupt(job: Job) -> None:
     # Nobody knows when that was.
     job.ended = job.started
     log.info("job %s was interrupted", job.id)
-    save(job)
+    try:
+        save(job)
+    except ResourceError as error:
+        # What can be read is shown, even where nothing can be written: on a disk that is full, or may not be changed.
+        log.error("job %s: %s", job.id, error)
+        job.warnings.append(f"What became of this job could not be written down. {error}")
 
 
 def remove(job: Job) -> None:

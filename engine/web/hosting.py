@@ -152,7 +152,8 @@ OTHERS = {
     "KERNELS_CACHE": "folder of the built kernels, in the user's cache by default",
     "XDG_CACHE_HOME": "the user's cache, `~/.cache` by default",
     "ENGINE_KEEP_JOBS": "how many jobs stay in the outputs folder before the oldest goes, 200 by default; 0: no limit",
-    "ENGINE_KEEP_DAYS": "how long they stay, 30 days by default; 0: no limit",
+    "ENGINE_KEEP_DAYS": "how long they stay, 30 days by default; 0: no limit. Time for which the server was off counts "
+    "as a day at most",
     "ENGINE_KEEP_GIB": "how much they take in all, 20 GiB by default; 0: no limit",
     "CUDA_HOME": "the CUDA toolkit that builds kernels; `CUDA_PATH` is looked at too, then `/usr/local/cuda`",
     "CUDA_PATH": "see `CUDA_HOME`",

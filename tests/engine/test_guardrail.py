@@ -13,6 +13,7 @@ from engine import guardrail
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineError, RequestError
 from engine.guardrail import GuardedEngine, Guardrail, guarded
+from engine.jobs import Jobs
 from engine.preset import load_preset
 from engine.video import probe
 from tests.double import Double, Pace, serve
@@ -111,7 +112,7 @@ def test_a_check_that_fails_is_no_pass(served, monkeypatch):
 
 
 def test_latents_that_are_decoded_again_and_comparisons_are_checked_too(package, toy_preset, tmp_path, monkeypatch):
-    engine = guarded(Engine(toy_preset, "cpu"), "on", False, tmp_path)
+    engine = guarded(Engine(toy_preset, "cpu"), "on", False)
     small = toy_preset.request(prompt="a", height=64, width=64, frames=5, steps=1)
     *_, last = engine.generate(small, tmp_path / "a")
     latents, settings = tmp_path / "a" / "latents.safetensors", toy_preset.decode
@@ -128,16 +129,40 @@ def test_latents_that_are_decoded_again_and_comparisons_are_checked_too(package,
     assert last.path.is_file()
 
 
-def test_it_is_on_where_strangers_come_if_it_is_here(package, tmp_path, monkeypatch):
+def test_it_is_on_where_strangers_come_if_it_is_here(package, monkeypatch):
     engine = Double(PRESET)
-    (tmp_path / ".unchecked-1").mkdir()
-    assert guarded(engine, "auto", False, tmp_path) is guarded(engine, "off", True, tmp_path) is engine
-    assert isinstance(guarded(engine, "auto", True, tmp_path), GuardedEngine)
-    assert not (tmp_path / ".unchecked-1").exists()
+    assert guarded(engine, "auto", False) is guarded(engine, "off", True) is engine
+    assert isinstance(guarded(engine, "auto", True), GuardedEngine)
     monkeypatch.delitem(sys.modules, "pan2_guardrail")
-    assert guarded(engine, "auto", True, tmp_path) is engine
+    assert guarded(engine, "auto", True) is engine
     with pytest.raises(CheckpointError, match="set ENGINE_GUARDRAIL=off"):
-        guarded(engine, "on", True, tmp_path)
+        guarded(engine, "on", True)
+
+
+def test_a_server_that_is_refused_leaves_the_other_ones_unchecked_work_alone(served, monkeypatch, capsys):
+    job = served.jobs.submit(request(frames=97))
+    hidden = served.jobs.outputs / f".unchecked-{job}"
+    while not hidden.is_dir():
+        assert not served.jobs.snapshot(job).over
+    monkeypatch.setattr(sys, "argv", ["app.py", "--outputs", str(served.jobs.outputs), "--port", "1"])
+    with pytest.raises(SystemExit, match="Another server uses the outputs folder"):
+        app.main()
+    state = served.jobs.wait(job)
+    assert (state.status, state.error) == ("finished", None) and probe(state.video).frames == 97
+
+
+def test_what_a_crash_left_unchecked_goes_at_the_next_start(tmp_path):
+    (tmp_path / ".unchecked-1").mkdir()
+    Jobs(Double(PRESET), tmp_path).close()
+    assert not (tmp_path / ".unchecked-1").exists()
+
+
+def test_after_a_failure_no_more_is_said_to_be_kept_than_is(package, tmp_path):
+    jobs = Jobs(GuardedEngine(Double(PRESET, Pace(fail_at="decode")), Guardrail()), tmp_path)
+    state = jobs.wait(jobs.submit(request()))
+    jobs.close()
+    assert state.status == "failed" and not state.latents.exists()
+    assert state.rest() == "Its settings are kept, and nothing else. Start it again."
 
 
 def test_a_package_that_speaks_otherwise_is_refused_at_the_start(package):

@@ -75,6 +75,34 @@ def test_the_oldest_go_by_age_count_and_bytes(tmp_path):
     assert doomed(["a"], jobs=3) == ["b"] and doomed("abcd", gib=1) == []
 
 
+def test_a_clock_that_is_far_ahead_makes_nothing_old(registry, monkeypatch):
+    jobs = registry(Keep(days=30))
+    made = [submit(jobs) for _ in range(2)]
+    jobs.wait(made[-1])
+    jobs.close()
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 400 * 86_400)
+    jobs = registry(Keep(days=30))
+    assert {job.id for job in jobs.recent()} == set(made)
+    late = submit(jobs)
+    jobs.wait(late)
+    until(lambda: not jobs._tickets)
+    jobs._tidy()
+    assert {job.id for job in jobs.recent()} == {late, *made}
+
+
+def test_age_counts_on_from_the_newest_job(tmp_path, monkeypatch):
+    jobs = [old(name, days, tmp_path) for name, days in (("a", 50), ("b", 20), ("c", 10))]
+    today, began = janitor.calendar(jobs), time.monotonic()
+    assert today() == pytest.approx(jobs[-1].created + 86_400, abs=10)
+    assert list(too_many(jobs, {}, Keep(), now=today())) == ["a"]
+    monkeypatch.setattr(time, "monotonic", lambda: began + 15 * 86_400)
+    assert list(too_many(jobs, {}, Keep(), now=today())) == ["a"]
+    monkeypatch.setattr(time, "monotonic", lambda: began + 20 * 86_400)
+    assert list(too_many(jobs, {}, Keep(), now=today())) == ["a", "b"]
+    assert janitor.calendar([])() == pytest.approx(time.time(), abs=30 * 86_400)
+
+
 def test_only_the_newest_stay_and_what_goes_is_logged(registry, caplog):
     caplog.set_level(logging.INFO)
     jobs = registry(Keep(jobs=2))
@@ -106,6 +134,20 @@ def test_what_runs_waits_or_is_needed_stays(registry):
     jobs.cancel(running)
     jobs.wait(running)
     until(lambda: len(jobs.recent()) == 1)
+
+
+def test_a_job_that_can_not_be_deleted_stays_in_the_list(registry):
+    jobs = registry()
+    job = submit(jobs)
+    jobs.wait(job)
+    blocked = jobs.outputs / f"{job}.part"
+    (blocked / "x").mkdir(parents=True)
+    with pytest.raises(ResourceError, match="could not be deleted"):
+        jobs.delete(job)
+    assert [state.id for state in jobs.recent()] == [job] and jobs.snapshot(job).video.is_file()
+    (blocked / "x").rmdir()
+    jobs.delete(job)
+    assert jobs.recent() == [] and not (jobs.outputs / job).exists()
 
 
 def test_what_has_just_ended_stays_for_a_while(registry, monkeypatch):

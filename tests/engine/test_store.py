@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine import store
-from engine.errors import RequestError, ResourceError
+from engine import disk, record, store
+from engine.admission import QueueLimits
+from engine.errors import BusyError, RequestError, ResourceError
 from engine.events import ComparisonFinished
 from engine.job_id import known_id
 from engine.jobs import Jobs
@@ -126,6 +127,21 @@ def test_a_killed_server_leaves_the_part_of_the_video_that_was_seen(tmp_path):
     assert "before this began" in jobs.snapshot(second).error
 
 
+def test_an_interrupted_job_is_listed_where_nothing_can_be_written(registry, monkeypatch):
+    jobs = registry()
+    folder = jobs.wait(jobs.submit(PRESET.request(prompt="a", **SMALL))).folder
+    jobs.close()
+    values = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps(values | {"status": "running", "ended": None}))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record, "_replace", full)
+    (state,) = registry().recent()
+    assert state.status == "interrupted" and "No space left on device" in state.warnings[-1]
+
+
 def test_damaged_and_foreign_folders_are_left_alone_and_named_in_one_line(registry, tmp_path, caplog):
     jobs = registry()
     good = [jobs.submit(PRESET.request(prompt="a", **SMALL)) for _ in range(5)]
@@ -197,6 +213,31 @@ def test_a_job_that_can_not_be_written_down_is_refused_and_leaves_nothing(regist
     with pytest.raises(RequestError, match="none of"):
         jobs.submit(PRESET.request(prompt="a", image=tmp_path / "a.png", **SMALL))
     assert jobs.recent() == [] and not list(jobs.outputs.glob("*/"))
+
+
+def test_whatever_goes_wrong_with_a_new_folder_leaves_none(registry):
+    jobs = registry()
+    request = PRESET.request(prompt="a", **SMALL)
+    for parent in ("../../etc", "20260131-235959-0123abcd/..", "\ud800", 5, ["a"]):
+        with pytest.raises(RequestError, match="no id of a job"):
+            jobs.submit(request, parent=parent)
+    with pytest.raises(UnicodeEncodeError):
+        jobs.submit(request, group="half a \ud800")
+    assert jobs.recent() == [] and not list(jobs.outputs.glob("*/"))
+
+
+def test_what_is_refused_does_not_use_up_the_hour(tmp_path, monkeypatch):
+    jobs = Jobs(Double(PRESET), tmp_path, limits=QueueLimits(per_hour=1), visitor=lambda: "192.0.2.1")
+    request = PRESET.request(prompt="a", **SMALL)
+    monkeypatch.setattr(disk, "SPARE", 2**62)
+    for _ in range(3):
+        with pytest.raises(ResourceError, match="may need"):
+            jobs.submit(request)
+    monkeypatch.undo()
+    jobs.wait(jobs.submit(request))
+    with pytest.raises(BusyError, match="within an hour"):
+        jobs.submit(request)
+    jobs.close()
 
 
 def test_a_record_that_can_not_be_written_costs_no_video(registry, monkeypatch):
