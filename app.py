@@ -10,6 +10,7 @@ from engine.web import lent
 # isort: split
 import argparse
 import logging
+import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +22,7 @@ import gradio as gr
 import uvicorn
 from gradio.utils import get_upload_folder
 
+from engine.about import place_name
 from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
 from engine.errors import EngineError, ResourceError
@@ -28,7 +30,6 @@ from engine.guardrail import guarded, in_words
 from engine.janitor import Keep
 from engine.jobs import Jobs
 from engine.preset import preset_from_environment, preset_names
-from engine.telemetry import memory_now
 from engine.web import details, mcp, zero
 from engine.web.api import add_api
 from engine.web.compare_api import add_compare_api
@@ -59,10 +60,10 @@ MULTIPART_BYTES = 64 * 2**10
 
 class Page:
     """The tabs, in their order, and the tab on the machine. listed: whether visitors see, and may delete, what others
-    made."""
+    made, and see where things lie on the machine."""
 
     def __init__(self, engine: Engine, jobs: Jobs, listed: bool = True) -> None:
-        self.engine = engine
+        self.engine, self.listed = engine, listed
         with gr.Blocks(
             title=engine.preset.title, analytics_enabled=False, fill_width=True, delete_cache=DELETE_CACHE
         ) as self.demo:
@@ -87,8 +88,10 @@ class Page:
 
     def tell_system(self) -> str:
         """Model, devices, precision, decoder path, versions, memory."""
-        about = self.engine.about() | {"Guardrail": in_words(self.engine), "gradio": gr.__version__}
-        return details.system(about, self.engine.paths(), self.engine.readiness(), memory_now())
+        about = {"Guardrail": in_words(self.engine)} | self.engine.about() | {"gradio": gr.__version__}
+        if not self.listed and "Checkpoint" in about:
+            about["Checkpoint"] = place_name(about["Checkpoint"])
+        return details.system(about, self.engine.paths(), self.engine.readiness(), self.engine.memory())
 
 
 def build(engine: Engine, jobs: Jobs, listed: bool = True) -> gr.Blocks:
@@ -114,8 +117,10 @@ def server(engine: Engine, jobs: Jobs, hosting: Hosting | None = None) -> Gate:
     app.include_router(compare_router(jobs.comparison))
     app.include_router(world_router(jobs.snapshot))
     app.include_router(live_router(lambda job: _live_source(jobs, job)))
+    if hosting.mcp:
+        mcp.require()
     if hosting.metrics:
-        app.include_router(metrics_router(Metrics(jobs)))
+        app.include_router(metrics_router(Metrics(jobs, engine.memory)))
     demo = build(engine, jobs, listed=not hosting.public).queue(max_size=64, api_open=False)
     # Gradio checks that files were really uploaded, and treats SVG as unsafe, only in a page that it launched itself;
     # in a mounted one, any file of the server could be asked for.
@@ -149,9 +154,22 @@ def _live_source(jobs: Jobs, job: str) -> LiveSource | None:
     def finished() -> bool:
         # It may be deleted while its video still plays.
         now = jobs.snapshot(job)
-        return now is None or now.over
+        return jobs.closing or now is None or now.over
 
     return state and LiveSource(state.live, finished)
+
+
+class Server(uvicorn.Server):
+    """Ends what would go on by itself before it waits for its connections: jobs, and videos that are followed live."""
+
+    def __init__(self, config: uvicorn.Config, jobs: Jobs) -> None:
+        super().__init__(config)
+        self.jobs = jobs
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        self.jobs.stop()
+        await super().shutdown(sockets)
 
 
 def _load(engine: Engine) -> None:
@@ -211,11 +229,12 @@ def main() -> None:
         engine = Engine(preset, arguments.devices, measured=not lent.HERE)
         engine = zero.lend(guarded(engine, hosting.guardrail, hosting.public))
         jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
+        page = server(engine, jobs, hosting)
     except EngineError as error:
         raise SystemExit(str(error)) from error
     # A page keeps a connection open for as long as it is shown; an interrupt must not wait for that.
     config = uvicorn.Config(
-        server(engine, jobs, hosting),
+        page,
         host=hosting.host,
         port=hosting.port,
         # The gate says whose word counts.
@@ -228,7 +247,7 @@ def main() -> None:
     print(f"{preset.title}: http://{hosting.host}:{hosting.port}", flush=True)
     # The server ends in order on an interrupt and then raises it again.
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config, jobs).run(sockets=[listener])
 
 
 if __name__ == "__main__":

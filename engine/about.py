@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engine.executor import choose_precision
 from engine.executors import Executor
+from engine.hub import REPOSITORY
 from engine.preset import Preset
 from kernels.choose import Choice
 
@@ -17,8 +19,7 @@ def about(preset: Preset, executor: Executor) -> dict[str, str]:
         "Checkpoint": preset.checkpoint,
         **_parts(executor),
         "Device": executor.device_name(),
-        "Denoising": executor.precision or choose_precision(preset.denoise, executor.devices[0]),
-        **(executor.placement.lines() if executor.placement else {}),
+        **_denoising(preset, executor),
         **{name: str(value) for name, value in executor.versions().items()},
     }
 
@@ -33,13 +34,25 @@ def machine(preset: Preset, executor: Executor) -> dict[str, Any]:
     """What stats.json says of model and machine; the paths are those of the request that ran last."""
     return {
         "preset": preset.name,
-        "checkpoint": preset.checkpoint,
+        "checkpoint": place_name(preset.checkpoint),
         "vae_sha256": executor.vae_hash,
         "device": executor.device_name(),
         "precision": executor.precision,
         "paths": {choice.operation: choice._asdict() for choice in executor.paths},
         "versions": executor.versions(),
     }
+
+
+def place_name(checkpoint: str) -> str:
+    """What may be told of where a checkpoint is: a repository, or a folder without its path on this machine."""
+    return checkpoint if REPOSITORY.fullmatch(checkpoint) else Path(checkpoint).name
+
+
+def _denoising(preset: Preset, executor: Executor) -> dict[str, str]:
+    """Precision with its reason, weights and memory as planned; before loading, and on several devices, the first."""
+    if executor.placement:
+        return executor.placement.lines()
+    return {"Denoising": executor.precision or choose_precision(preset.denoise, executor.devices[0])}
 
 
 def _parts(executor: Executor) -> dict[str, str]:

@@ -39,7 +39,7 @@ from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.sides import Comparison, Option, RandomLatents, decoder_of, open_latents, options
-from engine.telemetry import Telemetry
+from engine.telemetry import Memory, Telemetry
 from engine.video import VideoWriter
 from kernels.choose import Choice
 
@@ -227,6 +227,10 @@ class Engine:
         """How many of the MAX_TOKENS tokens a prompt takes, None before the model is loaded. RequestError for text that
         is none."""
         return self.executor.count_tokens(prompt) if self._readiness.state == "ready" else None
+
+    def memory(self) -> Memory:
+        """What this process, its workers and its devices hold at this moment."""
+        return self.executor.memory()
 
     def figures(self) -> dict[str, Any]:
         """The figures of the request that runs, as far as it is (`Telemetry.summary`); empty where none runs."""

@@ -252,12 +252,21 @@ class Jobs:
         newest = sorted(states, key=lambda state: (state.created, state.id), reverse=True)
         return [found for state in newest if (found := self._snapshot(state.id))]
 
-    def close(self) -> None:
-        """Stop what runs, leave what waits to be found as interrupted, end the worker."""
+    @property
+    def closing(self) -> bool:
+        """Whether nothing is begun any more."""
+        return self._closing
+
+    def stop(self) -> None:
+        """Stop what runs and begin nothing more, without waiting for it."""
         with self._changed:
             self._closing = True
             for ticket in self._tickets.values():
                 ticket.cancel.set()
+
+    def close(self) -> None:
+        """Stop what runs, leave what waits to be found as interrupted, end the worker."""
+        self.stop()
         self._waiting.put(None)
         self._worker.join()
         if self._lock:

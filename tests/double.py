@@ -37,6 +37,7 @@ from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.shapes import latent_shape
 from engine.sides import Option
+from engine.telemetry import Memory, memory_now
 from engine.video import VideoWriter, thumbnail
 from engine.web.files import visitor
 from engine.web.hosting import Hosting
@@ -114,6 +115,9 @@ class Double:
 
     def figures(self) -> dict:
         return self._figures(time.perf_counter() - self._began) if self._busy.locked() else {}
+
+    def memory(self) -> Memory:
+        return memory_now()
 
     def decoders(self) -> list[Option]:
         return [Option(DecodeSettings(path, "fp32"), "a test bench") for path in ("plain", "reference")]
@@ -276,7 +280,7 @@ def serve(engine: Double, outputs: Path, keep: Keep | None = None, **settings: A
     jobs = Jobs(engine, outputs, keep, limits=hosting.queue_limits(), visitor=visitor)
     page = app.server(engine, jobs, hosting)
     config = uvicorn.Config(page, log_level="warning", timeout_graceful_shutdown=1, proxy_headers=False)
-    server = uvicorn.Server(config)
+    server = app.Server(config, jobs)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:

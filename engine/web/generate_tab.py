@@ -17,7 +17,6 @@ from engine.record import LAST_FRAME
 from engine.request import Request
 from engine.settings import Precision
 from engine.sides import parse_side
-from engine.telemetry import memory_now
 from engine.web import details, lent, render, words, zero
 from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
@@ -180,7 +179,7 @@ class GenerateTab:
             ),
             self.strip: render.strip(state, preset.fps),
             self.messages: render.of_job(state) + (render.note(unsure) if unsure and not state.over else ""),
-            self.details: details.details(state, memory_now(), self.engine.figures()),
+            self.details: details.details(state, self.engine.memory(), self.engine.figures()),
         }
 
     def _lost(self, job: str) -> dict[Any, str]:

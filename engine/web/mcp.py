@@ -8,6 +8,7 @@ one line of Python.
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 from typing import Any
 
@@ -20,8 +21,18 @@ from engine.errors import RequestError
 from engine.web.hosting import Hosting
 
 
+def require() -> None:
+    """Raise RequestError where the extra `mcp` is missing: Gradio would notice only while it is mounted."""
+    try:
+        importlib.import_module("gradio.mcp")
+    except ImportError as error:
+        raise RequestError(
+            f"ENGINE_MCP is set and the tools' package is not here ({error}). Install .[mcp]."
+        ) from error
+
+
 def connect(demo: gr.Blocks, hosting: Hosting) -> None:
-    """Tie the tools of a mounted page to this server alone. Raises RequestError where the extra `mcp` is missing."""
+    """Tie the tools of a mounted page to this server alone. Raises RequestError if it has none."""
     server = demo.mcp_server_obj
     if server is None:
         raise RequestError(f"ENGINE_MCP is set and {demo.mcp_error or 'nothing serves it'}. Install .[mcp].")

@@ -14,16 +14,16 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.jobs import CompareState, Job, Jobs
-from engine.telemetry import Memory, memory_now
+from engine.telemetry import Memory
 
 KINDS = {CompareState: "comparison"}
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 3600)
 
 
 class Metrics:
-    """The figures of one server. jobs: watched from now on; memory: as `memory_now`."""
+    """The figures of one server. jobs: watched from now on; memory: as `Engine.memory`."""
 
-    def __init__(self, jobs: Jobs, memory: Callable[[], Memory] = memory_now) -> None:
+    def __init__(self, jobs: Jobs, memory: Callable[[], Memory]) -> None:
         self.registry = CollectorRegistry()
         self._jobs = Counter("jobs", "Jobs that ended", ("kind", "outcome"), registry=self.registry)
         self._frames = Counter("frames", "Frames of finished and stopped videos", registry=self.registry)

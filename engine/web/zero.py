@@ -88,7 +88,7 @@ class ZeroEngine:
 
     def about(self) -> dict[str, str]:
         """As the engine's, and what is reduced."""
-        return self._engine.about() | {"ZeroGPU": REDUCED}
+        return {"ZeroGPU": REDUCED} | self._engine.about()
 
     def generate(self, request: Request, folder: Path, cancel: threading.Event | None = None) -> Iterator[Event]:
         """As the engine's. Raises RequestError for what would take longer than a GPU is lent, ResourceError if none

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import dataclasses
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -342,6 +343,25 @@ def test_every_text_of_a_visitor_is_escaped(built, page, jobs):
     assert "&lt;script&gt;" in seen[page.player]
     system = Elements(built.tell_system())
     assert "script" not in system.tags and "no GPU here <b>" in system.text
+
+
+def test_strangers_see_the_name_of_the_checkpoint_and_not_where_it_lies(jobs, monkeypatch):
+    about = {"Model": "Toy", "Checkpoint": "/srv/models/toy", "torch": "2"}
+    monkeypatch.setattr(jobs.engine, "about", lambda: about)
+    shown = {listed: Elements(app.Page(jobs.engine, jobs, listed).tell_system()).text for listed in (True, False)}
+    assert "/srv/models/toy" in shown[True]
+    assert "Checkpointtoy" in shown[False] and "srv" not in shown[False]
+    assert shown[True].index("Guardrail") < shown[True].index("Model") < shown[True].index("gradio")
+
+
+def test_memory_is_asked_of_the_engine_since_its_workers_are_not_this_process(built, page, jobs, monkeypatch):
+    devices = tuple(DeviceMemory(f"cuda:{index}", 5, 6, 7, 8, 9) for index in range(2))
+    monkeypatch.setattr(jobs.engine, "memory", lambda: Memory(1, 2, 3, devices))
+    jobs.engine.pace = Pace(step=30)
+    job = start(page)
+    for text in (page.look(values(page, job))[page.details], built.tell_system()):
+        assert "cuda:0" in text and "cuda:1" in text
+    page.cancel(job)
 
 
 def test_a_preview_stands_in_the_players_place_until_there_are_frames(page, jobs):
@@ -707,6 +727,47 @@ def test_the_real_program_over_the_real_engine(toy_checkpoint, tmp_path):
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(self.format(record))
+
+
+def test_a_server_that_ends_ends_the_video_that_is_followed_live(tmp_path):
+    kept, followed = Kept(), []
+    log = logging.getLogger("uvicorn.error")
+    with serve(Double(PRESET, Pace(chunk=0.4)), tmp_path) as served:
+        log.addHandler(kept)
+        job = served.jobs.submit(PRESET.request(prompt="a", frames=241, steps=1))
+        until(lambda: served.jobs.snapshot(job).live.is_file())
+
+        def follow():
+            with httpx.stream("GET", f"{served.url}/live/{job}.mp4", timeout=60) as answer:
+                followed.extend(answer.iter_raw())
+
+        reader = threading.Thread(target=follow)
+        reader.start()
+        until(lambda: followed)
+    reader.join(60)
+    log.removeHandler(kept)
+    assert not reader.is_alive() and kept.texts == []
+
+
+def test_without_the_extra_for_tools_the_program_ends_with_a_sentence(toy_checkpoint, tmp_path, monkeypatch):
+    for module in ("mcp", "gradio.mcp"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("ENGINE_MCP", "1")
+    arguments = ["app.py", "--checkpoint", str(toy_checkpoint), "--devices", "cpu", "--outputs", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit, match=r"^ENGINE_MCP is set and .* Install \.\[mcp\]\.$"):
+        app.main()
 
 
 def answers(url):

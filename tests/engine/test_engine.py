@@ -13,6 +13,7 @@ from PIL import Image
 
 from engine import checkpoint, placement
 from engine import record as engine_record
+from engine.about import place_name
 from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, CheckpointError, RequestError, ResourceError
 from engine.events import FramesReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
@@ -355,3 +356,8 @@ def test_fp8_that_nobody_asked_for_is_logged_with_its_reason(engine, monkeypatch
         engine.load()
     assert "The transformer runs in fp8: bf16 does not fit here." in caplog.text
     assert engine.executor.precision == "fp8" == engine.about()["Denoising"].split(":")[0]
+
+
+def test_the_record_names_a_checkpoint_without_its_path_on_this_machine(toy_checkpoint):
+    assert place_name(str(toy_checkpoint)) == toy_checkpoint.name
+    assert place_name("nvidia/PAN-2") == "nvidia/PAN-2"
