@@ -35,7 +35,7 @@ from engine.events import (
 )
 from engine.placement import survey
 from engine.preset import Preset, preset_from_environment, preset_names
-from engine.request import Request
+from engine.request import Request, frames_for
 from engine.settings import (
     Attention,
     AutoSwitch,
@@ -46,7 +46,6 @@ from engine.settings import (
     Precision,
     Quality,
 )
-from engine.shapes import frames_of_seconds
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
 
@@ -120,9 +119,7 @@ def make_request(arguments: argparse.Namespace, preset: Preset) -> Request:
     """The checked request that the arguments ask for."""
     frames = arguments.frames
     if arguments.seconds is not None:
-        if not 0 < arguments.seconds < 10_000:
-            raise RequestError(f"seconds = {arguments.seconds:g} must lie between 0 and 10000.")
-        frames = frames_of_seconds(arguments.seconds, preset.fps)
+        frames = frames_for(arguments.seconds, preset.fps, preset.limits)
     return preset.request(
         prompt=arguments.prompt,
         negative_prompt=arguments.negative,
@@ -184,8 +181,8 @@ class Progress:
         """Take in one event."""
         match event:
             case StageStarted(stage, total):
-                # A stage that can't be counted has only its seconds to show.
-                count = {} if total else {"bar_format": "{desc}: {postfix}"}
+                # A stage that can't be counted has only its seconds to show, once it has ended.
+                count = {} if total else {"bar_format": "{desc}:"}
                 unit = "step" if stage == "denoise" else "frame"
                 self.bar = tqdm(total=total, desc=f"{stage:8}", unit=unit, **count)
             case SideStarted(side, path, precision, reason):
@@ -197,7 +194,10 @@ class Progress:
             case FramesReady(_, frames):
                 self.bar.update(len(frames))
             case StageEnded(_, seconds):
-                self.bar.set_postfix_str(f"{seconds:.1f} s")
+                if self.bar.total:
+                    self.bar.set_postfix_str(f"{seconds:.1f} s")
+                else:
+                    self.bar.bar_format = f"{{desc}}: {seconds:.1f} s"
                 self.bar.close()
             case Warned(text):
                 tqdm.write(f"Warning: {text}", file=sys.stderr)

@@ -59,6 +59,9 @@ def _parts(executor: Executor) -> dict[str, str]:
     if executor.folder is None:
         return {}
     return {
-        part.name.replace("_", " ").capitalize(): f"{part.kind}, {part.parameters / 1e6:,.1f} M parameters"
-        for part in executor.info.parts
+        _title(part.name): f"{part.kind}, {part.parameters / 1e6:,.1f} M parameters" for part in executor.info.parts
     }
+
+
+def _title(part: str) -> str:
+    return part.upper() if part == "vae" else part.replace("_", " ").capitalize()

@@ -238,7 +238,7 @@ class LocalExecutor:
         """The device in words."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)} ({self.device})"
-        return f"CPU, {torch.get_num_threads()} threads ({platform.machine()})"
+        return f"CPU, {threads()} ({platform.machine()})"
 
     def versions(self) -> dict[str, Any]:
         """What a report needs to be reproduced."""
@@ -285,6 +285,12 @@ def switch(model: PAN2Transformer3DModel, paths: tuple[Choice, Choice]) -> None:
     attention, fused = paths
     model.set_attention(attention.path)
     model.set_fused_kernels(fused.path == "on")
+
+
+def threads() -> str:
+    """How many threads PyTorch computes with, in words."""
+    number = torch.get_num_threads()
+    return f"{number} thread{'s' * (number != 1)}"
 
 
 def versions(device: torch.device) -> dict[str, Any]:

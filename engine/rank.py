@@ -26,7 +26,7 @@ from engine.decode import RING, DecodeRun, HostCopy, Pending, explain
 from engine.decode_plan import Choice, Plan
 from engine.denoise import denoise
 from engine.errors import EngineError
-from engine.executor import denoise_paths, switch
+from engine.executor import denoise_paths, switch, threads
 from engine.link import Link
 from engine.memory import memory_in_words
 from engine.settings import Attention, AutoSwitch, DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
@@ -94,7 +94,7 @@ class Rank:
     def hello(self) -> Facts:
         """What this device is and which decoders it has."""
         cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {threads()}"
         choices = {pair: _or_why(self._decoder, pair) for pair in decode_pairs()}
         switches = [(attention, fused) for attention in get_args(Attention) for fused in get_args(AutoSwitch)]
         denoise = {pair: _or_why(self._paths, pair) for pair in switches}

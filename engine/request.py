@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from engine.errors import RequestError, listed, shown
 from engine.settings import DecodeSettings, DenoiseSettings
-from engine.shapes import SIZE_MULTIPLE, TEMPORAL_FACTOR, nearest_frames, nearest_size
+from engine.shapes import SIZE_MULTIPLE, TEMPORAL_FACTOR, frames_of_seconds, nearest_frames, nearest_size
 
 MAX_SEED = 2**63 - 1
 MAX_PROMPT = 20_000
+MAX_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,16 @@ class Request:
         unknown = set(values) - known
         if unknown:
             raise RequestError(f"A request has no field {listed(unknown)}; it has {listed(known)}.")
+        missing = {entry.name for entry in fields(cls) if entry.default is entry.default_factory is MISSING} - set(
+            values
+        )
+        if missing:
+            raise RequestError(f"The request lacks {listed(missing)}. Give every one of them.")
         given = dict(values)
         given["image"] = _path("image", given.get("image"))
         for name, settings in (("denoise", DenoiseSettings), ("decode", DecodeSettings)):
             given[name] = settings.from_dict({} if given.get(name) is None else given[name])
-        try:
-            request = cls(**given)
-        except TypeError as error:
-            raise RequestError(f"The request is incomplete: {error}.") from error
+        request = cls(**given)
         _text("preset", request.preset)
         return request
 
@@ -125,6 +128,22 @@ def _side(name: str, value: Any, limits: Limits) -> None:
         raise RequestError(
             f"{name} = {value} must be a multiple of {SIZE_MULTIPLE}; the nearest is {nearest_size(value)}."
         )
+
+
+def frames_for(seconds: Any, fps: int, limits: Limits) -> int:
+    """The legal frame count nearest to a length, 0 for a single frame. Raises RequestError for no number and for a
+    length beyond the limits."""
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 <= seconds < MAX_SECONDS:
+        raise RequestError(f"seconds = {shown(seconds)} must be a number of seconds, 0 for a single frame.")
+    frames = frames_of_seconds(seconds, fps)
+    if frames > limits.frames:
+        most = (limits.frames - 1) // TEMPORAL_FACTOR * TEMPORAL_FACTOR
+        raise RequestError(
+            f"seconds = {seconds:g} (frames = {frames}) must lie between 0 and {most / fps:g}; the "
+            f"nearest is {most / fps:g} (frames = {most + 1})."
+        )
+    return frames
 
 
 def _frames(frames: Any, limits: Limits) -> None:

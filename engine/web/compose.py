@@ -13,8 +13,10 @@ from typing import Any
 
 import gradio as gr
 
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.preset import Preset
+from engine.request import MAX_SECONDS
+from engine.web import render
 
 EVENTS = 3
 # Camera words of a published example; at most two at once in it.
@@ -33,6 +35,7 @@ AT_ONCE = 2
 NOTHING = "none"
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
+# From, to (seconds), who, what.
 Event = tuple[float | None, float | None, str, str]
 
 
@@ -101,20 +104,40 @@ def add_builder(preset: Preset, prompt: gr.Textbox) -> None:
     words = vocabulary(preset)
     with gr.Accordion("Compose", open=False, elem_id="compose"):
         fields = _words_form(words) if words else _free_form()
+        said = gr.HTML(elem_id="composed", apply_default_css=False)
         button = gr.Button("Write it into the prompt", size="sm")
     if words:
         button.click(lambda *parts: caption(words, parts[:3], parts[3:6], parts[6:]), fields, prompt, **QUIET)
-    else:
-        button.click(_written, fields, prompt, **QUIET)
+        return
+
+    def write(place: str, actors: str, *rest: Any) -> dict[gr.components.Component, str]:
+        try:
+            return {prompt: describe(place, actors, _events(rest[:-1]), rest[-1]), said: ""}
+        except RequestError as error:
+            return {said: render.refusal(str(error))}
+
+    button.click(write, fields, [prompt, said], **QUIET)
 
 
-def _written(place: str, actors: str, *rest: Any) -> str:
-    cells, camera = rest[:-1], rest[-1]
-    events = [cells[start : start + 4] for start in range(0, 4 * EVENTS, 4)]
+def _events(cells: Sequence[str]) -> list[Event]:
+    rows = [cells[start : start + 4] for start in range(0, 4 * EVENTS, 4)]
+    return [
+        (_time(number, start), _time(number, end), who, what) for number, (start, end, who, what) in enumerate(rows, 1)
+    ]
+
+
+def _time(number: int, text: str | None) -> float | None:
+    """Seconds as somebody writes them; None for nothing. Raises RequestError for what is no time."""
+    written = (text or "").strip().removesuffix("s").strip()
+    if not written:
+        return None
     try:
-        return describe(place, actors, events, camera)
-    except RequestError as error:
-        raise gr.Error(str(error), print_exception=False) from error
+        seconds = float(written.replace(",", "."))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < MAX_SECONDS:
+        raise RequestError(f"Event {number}: {shown(text)} is no time. Write seconds, such as 2.5, or leave it empty.")
+    return seconds
 
 
 def _words_form(words: ModuleType) -> list[gr.components.Component]:
@@ -147,10 +170,10 @@ def _free_form() -> list[gr.components.Component]:
     for number in range(1, EVENTS + 1):
         with gr.Row():
             fields += [
-                gr.Number(None, label=f"Event {number}, from (s)", minimum=0, min_width=80),
-                gr.Number(None, label="to (s)", minimum=0, min_width=80),
-                gr.Textbox(label="Who", min_width=120, scale=2),
-                gr.Textbox(label="Does what", min_width=160, scale=3),
+                gr.Textbox(label="From (s)", min_width=70, scale=1),
+                gr.Textbox(label="To (s)", min_width=70, scale=1),
+                gr.Textbox(label="Who", min_width=90, scale=2),
+                gr.Textbox(label=f"Does what ({number})", min_width=160, scale=4),
             ]
     fields.append(gr.Dropdown(list(CAMERA), value=[], multiselect=True, max_choices=AT_ONCE, label="Camera"))
     return fields

@@ -1,6 +1,6 @@
 """Files between page and server: uploads come in, videos go out, and nothing else of the disk or the network does.
 
-Two components behave differently from Gradio's own. Their methods are replaced on the instance, because Gradio writes
+Some components behave differently from Gradio's own. Their methods are replaced on the instance, because Gradio writes
 a stub file beside the source of every subclass of a component. Such an instance must be no output of an event: Gradio
 would make a fresh one for the session.
 """
@@ -43,6 +43,8 @@ def refuse_in_words() -> None:
             )
         try:
             return await preprocess(block_fn, inputs, *rest, **options)
+        except gr.Error as error:
+            raise refused(error.message) from error
         except ComponentProcessingError as error:
             raise refused("A field holds a value that it does not take. Fill it in again.") from error
         except (ValueError, OSError) as error:
@@ -50,6 +52,15 @@ def refuse_in_words() -> None:
             raise refused() from error
 
     demo.preprocess_data = preprocess_data
+
+
+def as_sent(field: gr.components.Component) -> gr.components.Component:
+    """A field whose value reaches its handler as the page sent it, for the engine to check.
+
+    What Gradio refuses by itself before a handler that doesn't wait in its queue, the page never shows.
+    """
+    field.preprocess = lambda payload: payload
+    return field
 
 
 def first_frame(**options: Any) -> gr.Image:

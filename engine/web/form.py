@@ -13,9 +13,8 @@ from engine.condition import open_image
 from engine.engine import Engine
 from engine.errors import RequestError, shown
 from engine.preset import Preset
-from engine.request import Request
+from engine.request import Request, frames_for
 from engine.settings import DecodeSettings, DenoiseSettings
-from engine.shapes import frames_of_seconds
 from engine.web.words import pixels
 
 # Shapes whose logarithms differ by less than this look the same: 7 : 4 and 16 : 9.
@@ -104,7 +103,7 @@ def build_request(
     return preset.request(
         prompt=prompt,
         image=Path(image) if image and isinstance(image, str) else image or None,
-        frames=_frames(seconds, preset.fps),
+        frames=None if seconds is None else frames_for(seconds, preset.fps, preset.limits),
         denoise=_denoise(preset, quality, precision),
         decode=_decode(preset, decoder),
         **values,
@@ -134,14 +133,6 @@ def _decode(preset: Preset, decoder: str | None) -> DecodeSettings | None:
     if decoder is None or decoder == preset.decode.path:
         return None
     return DecodeSettings(decoder)  # type: ignore[arg-type]
-
-
-def _frames(seconds: float | None, fps: int) -> int | None:
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
-        raise RequestError(f"seconds = {shown(seconds)} must be a number of seconds, 0 for a single frame.")
-    return frames_of_seconds(seconds, fps)
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import gradio as gr
 
 from engine.description import fault
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.record import LAST_FRAME
@@ -20,7 +20,7 @@ from engine.sides import parse_side
 from engine.web import details, lent, render, words, zero
 from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
-from engine.web.files import first_frame
+from engine.web.files import as_sent, first_frame
 from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, size_value, unknown_words
 
 TICK_SECONDS = 0.7
@@ -77,10 +77,11 @@ class GenerateTab:
         )
         with gr.Row():
             longest = (preset.limits.frames - 1) / preset.fps
-            fields["seconds"] = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=150)
+            seconds = gr.Slider(0, longest, start.seconds, step=0.5, label="Seconds", scale=4, min_width=150)
+            fields["seconds"] = as_sent(seconds)
             fields["size"] = gr.Dropdown(size_menu(preset), value=start.size, label="Size", scale=5, min_width=170)
         with gr.Row(elem_id="seed"):
-            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
+            fields["seed"] = as_sent(gr.Number(start.seed, label="Seed", precision=0, min_width=120))
             fields["randomise"] = gr.Checkbox(start.randomise, label="New seed each time", min_width=120)
         with gr.Accordion("First frame", open=False):
             fields["image"] = first_frame(label="The video starts with this picture", height=180, elem_id="picture")
@@ -97,9 +98,9 @@ class GenerateTab:
     def _advanced(self, start: Form) -> None:
         fields, limits = self.fields, self.preset.limits
         fields["negative_prompt"] = gr.Textbox(start.negative_prompt, label="Negative prompt", lines=2, max_lines=8)
-        fields["steps"] = gr.Slider(1, limits.steps, start.steps, step=1, label="Steps")
-        fields["guidance"] = gr.Slider(0, limits.guidance, start.guidance, step=0.1, label="Guidance")
-        fields["shift"] = gr.Number(start.shift, label="Shift of the noise schedule", minimum=0.01, step=0.5)
+        fields["steps"] = as_sent(gr.Slider(1, limits.steps, start.steps, step=1, label="Steps"))
+        fields["guidance"] = as_sent(gr.Slider(0, limits.guidance, start.guidance, step=0.1, label="Guidance"))
+        fields["shift"] = as_sent(gr.Number(start.shift, label="Shift of the noise schedule", step=0.5))
         fields["quality"] = gr.Dropdown(quality_menu(self.preset), value=start.quality, label="Quality of denoising")
         fields["precision"] = gr.Dropdown(list(get_args(Precision)), value=start.precision, label="Precision")
         fields["decoder"] = gr.Dropdown(decoder_paths(self.engine), value=start.decoder, label="Decoder")
@@ -153,7 +154,7 @@ class GenerateTab:
         busy = state is not None and not state.over
         stopping = busy and state.stopping
         return {part: html for part, html in fresh.items() if html != values[part]} | {
-            self.generate: gr.Button(interactive=not busy),
+            self.generate: gr.Button("Queue another" if busy else "Generate"),
             self.stop: gr.Button("Stopping ..." if stopping else "Stop", interactive=busy and not stopping),
             self.onward: gr.Button(visible=bool(state) and not busy and (state.folder / LAST_FRAME).is_file()),
             self.timer: gr.Timer(active=busy or self.engine.readiness().state in ("idle", "loading")),
@@ -220,11 +221,18 @@ class GenerateTab:
         """Check the form and queue it. What is refused is said at once, and nothing else changes."""
         try:
             request = checked(self.engine, self._read(values).request(self.preset))
+            self._new(request, self._find(values[self.job]))
             job = self.jobs.submit(request)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
         sent = {self.job: job, self.note: "", self.fields["seed"]: request.seed}
         return sent | self.look({**values, self.job: job})
+
+    @staticmethod
+    def _new(request: Request, shown: JobState | None) -> None:
+        """Refuse what is being made already: the second half of a double click."""
+        if shown is not None and not shown.over and shown.request == request:
+            raise RequestError("This very video is being made. Change something, such as the seed, to queue another.")
 
     def decode_again(self, values: Values) -> dict[Any, Any]:
         """Queue a second decode of the latents of the job that is shown."""

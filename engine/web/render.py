@@ -306,5 +306,6 @@ def messages(warnings: Iterable[str], error: str | None = None) -> str:
 
 
 def of_job(state: JobState) -> str:
-    """The messages of a job."""
-    return messages(state.warnings, state.error if state.status in ("failed", "interrupted") else None)
+    """The messages of a job. That the server ended is no fault of the job, and what is left of it can be used."""
+    ended = [state.error] if state.status == "interrupted" and state.error else []
+    return messages([*state.warnings, *ended], state.error if state.status == "failed" else None)

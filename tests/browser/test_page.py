@@ -159,6 +159,35 @@ def test_a_refusal_is_said_at_once(served, open_page):
     assert len(served.jobs.recent()) == before and "job=" not in page.url
 
 
+def test_numbers_out_of_range_are_refused_where_the_click_was(served, open_page):
+    page, before = open_page(), len(served.jobs.recent())
+    page.get_by_label("Seed", exact=True).fill("-5")
+    page.get_by_role("button", name="Generate").click()
+    says(page, "seed = -5 must lie between 0 and")
+    page.get_by_label("Seed", exact=True).fill("1")
+    page.get_by_text("Advanced").click()
+    page.get_by_label("Shift of the noise schedule").fill("0")
+    page.get_by_role("button", name="Generate").click()
+    says(page, "shift = 0 must lie between 0.01 and")
+    assert len(served.jobs.recent()) == before and "job=" not in page.url
+
+
+def test_another_video_can_be_queued_while_one_is_made(served, open_page):
+    served.engine.pace = Pace(step=5)
+    page = open_page()
+    first = generate(page)
+    button = page.get_by_role("button", name="Queue another")
+    button.click()
+    says(page, "This very video is being made.")
+    page.get_by_label("Seed", exact=True).fill("7")
+    button.click()
+    says(page, "Waiting in the queue: 1 job before yours.")
+    page.get_by_role("button", name="Stop").click()
+    says(page, "Stopped before it began.")
+    assert not served.jobs.snapshot(first).over
+    page.get_by_role("button", name="Generate").wait_for()
+
+
 def test_a_reload_and_another_window_find_the_running_job(served, open_page):
     served.engine.pace = Pace(step=0.02, chunk=1.2)
     page = open_page()

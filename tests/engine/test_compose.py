@@ -85,12 +85,35 @@ def test_the_button_writes_what_stands_in_the_fields(preset):
         prompt = gr.Textbox()
         add_builder(load_preset(preset), prompt)
     (click,) = demo.fns.values()
-    assert click.outputs == [prompt]
+    assert click.outputs[0] is prompt
     start = [field.value for field in click.inputs]
     if preset == "tiny":
         assert click.fn(*start) == "a red circle moves right on a plain navy background, static camera"
         return
-    with pytest.raises(gr.Error, match="Nothing is filled in"):
-        click.fn(*start)
+    _, said = click.outputs
+    refused = click.fn(*start)
+    assert set(refused) == {said} and "Nothing is filled in" in refused[said]
     assert len(start) == 3 + 4 * compose.EVENTS
-    assert click.fn("a pier", *start[1:]) == "A pier."
+    assert click.fn("a pier", *start[1:]) == {prompt: "A pier.", said: ""}
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "text"),
+    [
+        ("", "", "A boat sails."),
+        (None, None, "A boat sails."),
+        ("0", "", "From 0 s: a boat sails."),
+        (" 1,5 s ", "3", "1.5-3 s: a boat sails."),
+        ("soon", "", "Event 1: &#x27;soon&#x27; is no time. Write seconds"),
+        ("-1", "2", "Event 1: &#x27;-1&#x27; is no time."),
+        ("nan", "2", "is no time."),
+        ("3", "1", "Event 1 ends at 1 s, before it begins at 3 s."),
+    ],
+)
+def test_times_are_what_somebody_wrote_and_nothing_means_none(start, end, text):
+    with gr.Blocks() as demo:
+        add_builder(load_preset("pan2"), gr.Textbox())
+    (click,) = demo.fns.values()
+    empty = [field.value for field in click.inputs]
+    written = click.fn(*empty[:2], start, end, "a boat", "sails", *empty[6:])
+    assert any(text in told for told in written.values())

@@ -220,7 +220,13 @@ def test_about_names_model_and_device(engine):
     engine.load()
     about = engine.about()
     assert about["Model"].startswith("Toy") and "CPU" in about["Device"]
-    assert "parameters" in about["Transformer"]
+    assert "parameters" in about["Transformer"] and "parameters" in about["VAE"]
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "CPU, 1 thread ("), (2, "CPU, 2 threads (")])
+def test_one_thread_is_not_many(engine, monkeypatch, number, words):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+    assert engine.executor.device_name().startswith(words)
 
 
 def test_a_device_that_is_absent_is_refused(toy_preset):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def test_a_video_and_its_figures(preset, tmp_path, capsys):
     out = tmp_path / "out.mp4"
     code = main(["a red circle", "--preset", preset, "--seconds", "0.2", "--seed", "7", "--out", str(out), "--json"])
     assert code == 0
-    stats = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    stats = json.loads(printed.out)
+    assert re.search(r"\rtext    : \d+\.\d s\n", printed.err), "a stage without a count shows its seconds alone"
     assert stats["request"]["seed"] == 7 and stats["video"] == str(out) and not stats["partial"]
     assert (probe(out).frames, probe(out).height, probe(out).width) == (5, 64, 96)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.mp4", "toy.toml"]
@@ -62,6 +65,7 @@ BAD = [
     (["--frames", "6"], "nearest"),
     (["--seconds", "-1"], "seconds = -1"),
     (["--seconds", "nan"], "seconds"),
+    (["--seconds", "inf"], "seconds = inf"),
     (["--steps", "0"], "steps = 0"),
     (["--guidance", "nan"], "guidance"),
     (["--image", "/nowhere.png"], "/nowhere.png"),

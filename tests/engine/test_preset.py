@@ -93,8 +93,8 @@ def test_request_from_json_names_unknown_and_missing_fields():
     values = load_preset("tiny").request().to_json()
     with pytest.raises(RequestError, match="colour"):
         Request.from_json(values | {"colour": 1})
-    with pytest.raises(RequestError, match="prompt"):
-        Request.from_json({key: value for key, value in values.items() if key != "prompt"})
+    with pytest.raises(RequestError, match=r"^The request lacks prompt, seed\. "):
+        Request.from_json({key: value for key, value in values.items() if key not in ("prompt", "seed")})
 
 
 DEEP: list = []
