@@ -189,7 +189,7 @@ def ours(
 ) -> Row:
     """Our decode as the engine runs it, frames on the host."""
     _, path, precision = name.split("-")
-    settings = DecodeSettings(path, precision, given.memory_gib)  # type: ignore[arg-type]
+    settings = DecodeSettings(path, precision, memory_gib=given.memory_gib)  # type: ignore[arg-type]
     explain(settings, device)
     vae.to(device)
     weights = sum(p.nbytes for p in vae.parameters()) / 2**30 if device.type == "cuda" else 0.0
@@ -269,7 +269,7 @@ def extras(vae: nn.Module, latents: Tensor, device: torch.device, given: argpars
     for name in names(given.only):
         if (given.stages or given.profile) and name in OURS and "plain" not in name:
             _, path, precision = name.split("-")
-            settings = DecodeSettings(path, precision, given.memory_gib)  # type: ignore[arg-type]
+            settings = DecodeSettings(path, precision, memory_gib=given.memory_gib)  # type: ignore[arg-type]
             try:
                 yield from bench_stages.run(name, vae, latents, settings, device, given.profile)
             except EngineError as error:

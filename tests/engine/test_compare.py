@@ -117,7 +117,8 @@ def test_memory_does_not_grow_with_the_number_of_frames():
         return size
 
     peak(1)
-    assert peak(40) < 2 * peak(2)
+    # Twenty times the frames; two threads may meet at their peaks or not.
+    assert peak(40) < 4 * peak(2)
 
 
 def test_frames_on_disk_are_an_ordinary_npy_file(tmp_path):

@@ -250,9 +250,11 @@ def test_explain_gives_path_precision_and_reason(monkeypatch):
 
 def test_what_is_not_here_is_refused():
     settings = DecodeSettings()
-    object.__setattr__(settings, "path", "built")
-    with pytest.raises(RequestError, match=r"'built' is not known; choose one of auto, .*plain, reference"):
+    object.__setattr__(settings, "path", "faster")
+    with pytest.raises(RequestError, match=r"'faster' is not known; choose one of auto, .*plain, reference"):
         explain(settings, "cpu")
+    with pytest.raises(RequestError, match=r"'built' can't run here: .* Choose one of auto, plain, reference"):
+        explain(DecodeSettings("built"), "cpu")
     with pytest.raises(RequestError, match="reference decodes in fp32 only"):
         explain(DecodeSettings(path="reference", precision="bf16"), "cpu")
     with pytest.raises(RequestError, match="cpu has no tf32"):

@@ -75,7 +75,7 @@ def test_memory_picks_the_plan(here, vae, caplog):
     caplog.set_level("INFO", "engine.decode_paths")
     full = [PortableDecoder(vae, torch.float32).peak(plan, 44, 78) / 2**30 for plan in PLANS]
     for memory, plan in ((None, PLANS[0]), (full[0], PLANS[0]), (full[1], PLANS[1]), (full[-1], PLANS[-1])):
-        decode(vae, normal_latents(1, 44, 78), DecodeSettings("portable", "fp32", memory))
+        decode(vae, normal_latents(1, 44, 78), DecodeSettings("portable", "fp32", memory_gib=memory))
         assert str(plan) in caplog.records[-1].message
 
 
