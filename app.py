@@ -11,7 +11,6 @@ from engine.web import lent
 import argparse
 import logging
 import socket
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -23,9 +22,10 @@ import uvicorn
 from gradio.utils import get_upload_folder
 
 from engine.about import place_name
+from engine.arguments import require_folder
 from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
-from engine.errors import EngineError, ResourceError
+from engine.errors import EngineError, ResourceError, shown
 from engine.guardrail import guarded, in_words
 from engine.janitor import Keep
 from engine.jobs import Jobs
@@ -206,14 +206,22 @@ def _port(text: str) -> int:
 
 
 def _outputs(folder: Path) -> Path:
-    """The folder for jobs, made if need be. Raises ResourceError if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ResourceError(f"--outputs {folder} can't be written ({reason}). Choose another folder.") from error
+    """The folder for jobs, made if need be, as that for uploads. Raises RequestError if one can't be written."""
+    require_folder("--outputs", folder)
+    require_folder("The folder for uploads (GRADIO_TEMP_DIR)", Path(get_upload_folder()))
     return folder
+
+
+def _listen(hosting: Hosting) -> socket.socket:
+    """The port, taken. Raises ResourceError if that can't be done."""
+    family = socket.AF_INET6 if ":" in hosting.host else socket.AF_INET
+    try:
+        return socket.create_server((hosting.host, hosting.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise ResourceError(
+            f"The server can't listen on {shown(hosting.host)}, port {hosting.port} ({error}). Choose an address of "
+            "this machine with --host (GRADIO_SERVER_NAME), and a free port with --port (GRADIO_SERVER_PORT)."
+        ) from error
 
 
 def main() -> None:
@@ -228,6 +236,8 @@ def main() -> None:
         outputs = _outputs(hosting.outputs)
         engine = Engine(preset, arguments.devices, measured=not lent.HERE)
         engine = zero.lend(guarded(engine, hosting.guardrail, hosting.public))
+        # Bound before the model is loaded: a port that is taken is said at once, and a waiting visitor is let in.
+        listener = _listen(hosting)
         jobs = Jobs(engine, outputs, Keep.from_environment(), hosting.queue_limits(), visitor)
         page = server(engine, jobs, hosting)
     except EngineError as error:
@@ -242,8 +252,6 @@ def main() -> None:
         log_level="warning",
         timeout_graceful_shutdown=2,
     )
-    # Bound before the model is loaded: a port that is taken is said at once, and a waiting visitor is let in.
-    listener = config.bind_socket()
     print(f"{preset.title}: http://{hosting.host}:{hosting.port}", flush=True)
     # The server ends in order on an interrupt and then raises it again.
     with suppress(KeyboardInterrupt):

@@ -19,6 +19,7 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from engine import compare_cli
+from engine.arguments import BAD_INPUT, FAILED, require_folder, tell
 from engine.devices import RULE, choose_device, devices_from_environment
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, MediaError, RequestError
@@ -47,7 +48,7 @@ from engine.settings import (
     Quality,
 )
 
-BAD_INPUT, FAILED, STOPPED = 2, 1, 130
+STOPPED = 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,12 +159,10 @@ def check_out(out: Path, keep: Path | None) -> None:
     """Refuse an output or a folder that can't be written, before any work."""
     if out.suffix.lower() != ".mp4":
         raise RequestError(f"--out {out} must end in .mp4.")
-    name = f"--keep {keep}"
+    if keep:
+        require_folder("--keep", keep)
+    name, place = f"--out {out}", out.absolute().parent
     try:
-        if keep:
-            keep.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=keep).close()
-        name, place = f"--out {out}", out.absolute().parent
         if out.is_dir() or not place.is_dir():
             raise RequestError(f"{name} can't be written: its folder must exist and it must not be one itself.")
         tempfile.TemporaryFile(dir=place).close()
@@ -220,7 +219,7 @@ def plan(arguments: argparse.Namespace) -> str:
     """Where everything would go on this machine for what the arguments ask for."""
     preset = preset_from_environment(arguments.preset, arguments.checkpoint)
     lines = survey(preset.checkpoint, make_request(arguments, preset), choose_device(arguments.devices))
-    return json.dumps(lines, ensure_ascii=False) if arguments.json else "\n".join(f"{k}: {v}" for k, v in lines.items())
+    return json.dumps(lines) if arguments.json else "\n".join(f"{k}: {v}" for k, v in lines.items())
 
 
 def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
@@ -317,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     _stop_on_signals(cancel)
     try:
         if not command and given.plan:
-            print(plan(given))
+            tell(plan(given))
             return 0
         if command == "compare":
             stats = compare_cli.compare(given, cancel, Progress().show)
@@ -328,9 +327,9 @@ def main(arguments: list[str] | None = None) -> int:
         stopped = isinstance(error, (Cancelled, KeyboardInterrupt))
         return STOPPED if stopped else BAD_INPUT if isinstance(error, RequestError) else FAILED
     if given.json:
-        print(json.dumps(stats, ensure_ascii=False))
+        tell(json.dumps(stats))
     elif command == "compare":
-        print(compare_cli.table(stats))
+        tell(compare_cli.table(stats))
     if command == "compare":
         return FAILED if compare_cli.failed(stats) else 0
     return STOPPED if stats["partial"] else 0

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.arguments import require_folder
 from engine.compare import decibels
 from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
@@ -47,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(arguments: argparse.Namespace, cancel: threading.Event, show: Callable[[Event], None]) -> dict[str, Any]:
     """Do what the arguments say; returns the result as in compare.json. show: takes every event."""
+    if arguments.keep:
+        require_folder("--keep", arguments.keep)
     engine = Engine(preset_from_environment(arguments.preset, arguments.checkpoint), arguments.devices)
     # A wrong name is refused beside "list" too.
     sides = [parse_side(side) for side in (arguments.a, arguments.b) if side != "list"]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine import checkpoint as files
 from engine import fp8
+from engine.arguments import in_one_line
 from engine.condition import make_condition
 from engine.denoise import Step, denoise
 from engine.devices import choose_device
@@ -170,7 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--videos", type=int, default=5, choices=range(2, 6), help="one of them from a first frame")
     for name in ("steps", "frames", "height", "width"):
         parser.add_argument(f"--{name}", type=int, default=50 if name == "steps" else None)
-    given = parser.parse_args(arguments)
+    with in_one_line():
+        _run(parser.parse_args(arguments))
+
+
+def _run(given: argparse.Namespace) -> None:
     preset, device = preset_from_environment(given.preset, given.checkpoint), choose_device(given.device)
     full = DenoiseSettings()
     changes = {name: getattr(given, name) for name in ("steps", "frames", "height", "width")}

@@ -251,6 +251,6 @@ def preset_from_environment(name: str | None = None, checkpoint: str | None = No
 
     A checkpoint alone means PAN2; with nothing said it is the small model.
     """
-    name = name or os.environ.get("ENGINE_PRESET")
-    checkpoint = checkpoint or os.environ.get("ENGINE_CHECKPOINT") or None
+    name = name or os.environ.get("ENGINE_PRESET", "").strip()
+    checkpoint = checkpoint or os.environ.get("ENGINE_CHECKPOINT", "").strip() or None
     return load_preset(name or ("pan2" if checkpoint else "tiny"), checkpoint)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from engine.arguments import exit_code
 from engine.errors import EngineError
 from engine.settings import Attention, AutoSwitch, DecodePath, DenoiseSettings, Offload, Precision, Quality
 
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: everything was finite and of the right shape; 1: it was not, or could not run."""
+    """Exit code 0: everything was finite and of the right shape; 1: it was not, or could not run; 2: bad input."""
     given = parser().parse_args(arguments)
     if lack := missing():
         print(lack, file=sys.stderr)
@@ -72,14 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
         attention=given.attention,
         fused_kernels=given.fused_kernels,
     )
-    scene = (SMALL if given.small else FULL).changed(
-        frames=given.frames, height=given.height, width=given.width, steps=given.steps, shards=given.shards
-    )
+    sizes = {name: getattr(given, name) for name in ("frames", "height", "width", "steps", "shards")}
     try:
+        scene = (SMALL if given.small else FULL).changed(**sizes)
         rehearse(scene, "cpu" if given.small else given.device, settings, given.decoder, given.folder)
     except EngineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.arguments import exit_code, positive, require_folder
 from engine.bands import Band, Message
 from engine.compare import levels_apart
 from engine.condition import make_condition
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--frames", type=int)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--random", action="store_true", help="random weights, of the released sizes unless --small")
     parser.add_argument("--small", action="store_true", help=f"a small size: {SMALL}")
     parser.add_argument("--link", type=float, default=200.0, metavar="GB/S", help="of the prediction (default: 200)")
@@ -244,13 +245,14 @@ def run(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: done, and every decode had the same bytes (on GPUs, whose library may change its order of summation
-    with the shape, bytes one level apart at most); 1: not; 2: bad input."""
+    with the shape, bytes one level apart at most); 1: not, or it failed; 2: bad input."""
     given = parser().parse_args(arguments)
     try:
+        if given.out:
+            require_folder("The folder of --out", given.out.absolute().parent)
         figures = dict(run(given))
     except EngineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     if given.out:
         given.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(figures))

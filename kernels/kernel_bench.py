@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from engine.arguments import positive
 from kernels import launch
 from kernels.timing import Pass, copy_bandwidth, copy_share, origin, table
 
@@ -20,7 +21,7 @@ def main(name: str, passes: Passes, sweep: Passes, arguments: list[str] | None =
     parser = argparse.ArgumentParser(f"python -m kernels.{name}.bench", description=f"Measure {name}.")
     parser.add_argument("--small", action="store_true", help="a size for a CPU; its figures mean nothing")
     parser.add_argument("--sweep", action="store_true", help="also try other launch sizes")
-    parser.add_argument("--tokens", type=int, help=f"default: {TOKENS}, or {SMALL_TOKENS} with --small")
+    parser.add_argument("--tokens", type=positive, help=f"default: {TOKENS}, or {SMALL_TOKENS} with --small")
     given = parser.parse_args(arguments)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     tokens, width = (SMALL_TOKENS, SMALL_WIDTH) if given.small else (TOKENS, WIDTH)

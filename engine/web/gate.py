@@ -29,8 +29,15 @@ UPLOAD = "/gradio_api/upload"
 # A form with two long prompts and what the page shows; a picture in an MCP call.
 LARGEST_CALL = 4 * 2**20
 GIB = 2**30
-# Of Gradio's own routes: fetches addresses for a visitor, and takes recordings apart.
-CLOSED = ("/gradio_api/proxy=", "/gradio_api/process_recording", "/gradio_api/vibe", "/monitoring")
+# Of Gradio's own routes: they fetch addresses for a visitor, take recordings apart, serve those who write pages.
+CLOSED = (
+    "/gradio_api/proxy=",
+    "/gradio_api/process_recording",
+    "/gradio_api/vibe",
+    "/gradio_api/dev",
+    "/monitoring",
+    "/openapi.json",
+)
 
 
 class TooLargeError(Exception):

@@ -155,7 +155,7 @@ OTHERS = {
     "ENGINE_KEEP_DAYS": "how long they stay, 30 days by default; 0: no limit. Time for which the server was off counts "
     "as a day at most",
     "ENGINE_KEEP_GIB": "how much they take in all, 20 GiB by default; 0: no limit",
-    "CUDA_HOME": "the CUDA toolkit that builds kernels; `CUDA_PATH` is looked at too, then `/usr/local/cuda`",
+    "CUDA_HOME": "the CUDA toolkit that builds kernels; not said: that of the `PATH`, `CUDA_PATH` or `/usr/local/cuda`",
     "CUDA_PATH": "see `CUDA_HOME`",
     "CUTLASS_PATH": "CUTLASS headers, those of the extra `kernels` by default",
     "CXX": "the C++ compiler that nvcc calls, `g++` by default",

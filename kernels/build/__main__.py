@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from engine.arguments import exit_code
 from engine.errors import EngineError
 from engine.memory import in_words
 from kernels.build import arch, cache, preflight, store
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.list:
             return _list()
-        targets = arch.named(options.arch) if options.arch else arch.present()
+        targets = arch.named(options.arch) if options.arch is not None else arch.present()
         if options.check:
             return _check(targets or list(arch.TARGETS))
         if not targets:
@@ -30,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             store.ensure(RECIPE, target, say=print)
             print(f"{target.name} ({target.gpus}): ready.")
     except EngineError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return exit_code(error)
     return 0
 
 

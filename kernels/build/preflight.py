@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import ResourceError
+from engine.errors import RequestError, ResourceError, shown
 from engine.memory import free_memory, in_words
 from kernels.build.arch import Target
 
@@ -62,24 +62,34 @@ def toolchain(targets: Sequence[Target], folder: Path) -> Toolchain:
     cutlass, cutlass_version = _cutlass(lacks)
     _driver(nvcc_version, lacks)
     _room(folder, lacks)
+    try:
+        jobs()
+    except RequestError as error:
+        lacks.append(str(error))
     if lacks:
         raise MissingError(lacks)
     return Toolchain(nvcc, nvcc_version, compiler, compiler_version, ninja, cutlass, cutlass_version)
 
 
 def jobs() -> int:
-    """Compilers to run side by side: MAX_JOBS where it is set, else as many as cores and free memory carry."""
-    asked = os.environ.get("MAX_JOBS", "")
-    if asked.isdigit() and int(asked) > 0:
+    """Compilers to run side by side: MAX_JOBS where it is set, else as many as cores and free memory carry. Raises
+    RequestError for a MAX_JOBS that is no such number."""
+    asked = os.environ.get("MAX_JOBS", "").strip()
+    if asked:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise RequestError(f"MAX_JOBS = {shown(asked)} must be a whole number from 1 on. Leave it out for a guess.")
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _memory() // MEMORY_A_JOB))
 
 
 def find_nvcc() -> Path | None:
-    """nvcc on the PATH, under CUDA_HOME or CUDA_PATH, or where NVIDIA's installer puts it."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    """nvcc under CUDA_HOME, and nowhere else, where that is set; otherwise on the PATH, under CUDA_PATH, or where
+    NVIDIA's installer puts it."""
+    homes = [os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = [shutil.which("nvcc"), *(str(Path(home, "bin", "nvcc")) for home in homes if home)]
+    if asked := os.environ.get("CUDA_HOME"):
+        places = [str(Path(asked, "bin", "nvcc"))]
     return next((Path(place) for place in places if place and os.access(place, os.X_OK)), None)
 
 
@@ -87,8 +97,11 @@ def _nvcc(targets: Sequence[Target], lacks: list[str]) -> tuple[Path, tuple[int,
     nvcc, version = find_nvcc(), (0, 0)
     needed = max((target.cuda for target in targets), default=(12, 8))
     fix = f"Install the CUDA toolkit {_dotted(needed)} or later, or set CUDA_HOME to where it is."
+    if nvcc is None and (asked := os.environ.get("CUDA_HOME")):
+        lacks.append(f"There is no nvcc under CUDA_HOME = {asked}. {fix} It may be left out, too.")
+        return Path(), version
     if nvcc is None:
-        lacks.append(f"There is no nvcc on the PATH, under CUDA_HOME or in /usr/local/cuda. {fix}")
+        lacks.append(f"There is no nvcc on the PATH or in /usr/local/cuda. {fix}")
         return Path(), version
     said = _first_match(r"release (\d+)\.(\d+)", _output([str(nvcc), "--version"]))
     if said is None:

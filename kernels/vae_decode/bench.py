@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.arguments import positive
 from engine.compare import FLOAT_RANGE, psnr, ssim
 from engine.decode import decode, explain, float_frames
 from engine.decode_paths import forget
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.settings import DecodeSettings
 from kernels.vae_decode import bench_setup as setup
 from kernels.vae_decode import bench_stages
@@ -61,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--height", type=int, default=704)
     found.add_argument("--width", type=int, default=1248)
     found.add_argument("--weights", type=Path, help="a VAE's folder (default: random weights by the recipe)")
-    found.add_argument("--truth", type=int, default=17, help="frames compared with strict fp32 (default: 17)")
-    found.add_argument("--repeat", type=int, default=3, help="timed runs of each decoder (default: 3)")
+    found.add_argument("--truth", type=positive, default=17, help="frames compared with strict fp32 (default: 17)")
+    found.add_argument("--repeat", type=positive, default=3, help="timed runs of each decoder (default: 3)")
     found.add_argument("--only", help="names of rows, with commas")
     found.add_argument("--memory-gib", type=float, help="the most that our decoders may take")
     found.add_argument("--stages", action="store_true", help="time each part of our decoder")
@@ -88,6 +89,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _lengths(given: argparse.Namespace) -> list[int]:
+    """Frames of each video. Raises RequestError for a size that no decoder takes, and for a name that none has."""
+    lengths = [int(part) if part.strip().isdecimal() else 0 for part in given.frames.split(",")]
+    if any(frames % 4 != 1 for frames in lengths) or min(given.height, given.width) < 16:
+        raise RequestError(f"--frames {given.frames} must be 4n + 1, --height and --width at least 16.")
+    if given.height % 16 or given.width % 16:
+        raise RequestError(f"{given.width} x {given.height}: height and width must be multiples of 16.")
+    if given.weights and not (given.weights / "config.json").is_file():
+        raise RequestError(f"--weights {given.weights} holds no config.json. Give the folder of a VAE.")
+    names(given.only)
+    return lengths
+
+
 def run(given: argparse.Namespace) -> Iterator[str]:
     """The whole bench, line by line."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -96,7 +110,7 @@ def run(given: argparse.Namespace) -> Iterator[str]:
 
         yield from layers(device, given.small, given.out)
         return
-    lengths = [int(part) for part in given.frames.split(",")]
+    lengths = _lengths(given)
     vae, latents = setup.load_vae(given.weights, given.small, max(*lengths, given.truth), given.height, given.width)
     rate = setup.matmul_rate(device, 256 if given.small else 8192, 0.1 if given.small else 1.0)
     yield f"{setup.gpu_name(device)}, torch {torch.__version__}: matrix product {rate:.0f} TFLOP/s"

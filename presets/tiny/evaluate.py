@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.arguments import in_one_line
 from engine.checkpoint import load_scheduler, load_text_encoder, load_transformer, load_vae
 from engine.condition import denormalise, encode_image, make_condition
 from engine.decode import decode as decode_in_chunks
@@ -277,7 +278,9 @@ def _summary(trials: dict[str, dict[str, object]]) -> dict[str, object]:
 def main() -> None:
     options = _parse()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    parts, begin = Parts(options.checkpoint, device), time.time()
+    begin = time.time()
+    with in_one_line():
+        parts = Parts(options.checkpoint, device)
     sampling = Sampling(options.steps, options.shift, options.guidance)
     if options.sweep:
         rows = sweep(parts, CHOICES, options.sweep)

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5TextModel
 
+from engine.arguments import in_one_line
+from engine.errors import RequestError
 from presets.tiny.text import new_tokenizer, text_config
 from presets.tiny.train_dit import CONFIG
 from presets.tiny.train_vae import load_vae
@@ -31,7 +33,10 @@ def main() -> None:
     parser.add_argument("target", type=Path, nargs="?", default=CHECKPOINT)
     parser.add_argument("--shift", type=float, default=SHIFT, help="of the sampling schedule")
     options = parser.parse_args()
-    export(options.source, options.target, options.shift)
+    with in_one_line():
+        if not (options.source / "vae.safetensors").is_file():
+            raise RequestError(f"{options.source} holds no vae.safetensors. Give the folder that training wrote.")
+        export(options.source, options.target, options.shift)
 
 
 def export(source: Path, target: Path, shift: float = SHIFT) -> None:

@@ -117,6 +117,8 @@ def test_uploads_are_refused_once_they_fill_their_share_of_the_disk(served, tmp_
         "/gradio_api/proxy=https://x.hf.space/",
         "/gradio_api/../gradio_api/file=/etc/passwd",
         "/gradio_api/file=/proc/self/environ",
+        "/gradio_api/dev/reload",
+        "/openapi.json",
     ],
 )
 def test_the_server_fetches_no_address_and_shows_no_file_of_its_own(served, path):

@@ -54,6 +54,7 @@ def tools(tmp_path, monkeypatch):
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MAX_JOBS", "2")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(preflight, "driver_version", lambda: None)
     return tmp_path
 
@@ -188,12 +189,29 @@ def test_too_little_disk_and_memory_are_said_in_numbers(tools, monkeypatch):
     assert "3.0 MiB free" in disk and "1.0 GiB of memory" in memory
 
 
-@pytest.mark.parametrize(("asked", "free", "most"), [("", 1, 1), ("", 9, 2), ("7", 1, 7), ("0", 1, 1), ("many", 1, 1)])
+@pytest.mark.parametrize(("asked", "free", "most"), [("", 1, 1), ("", 9, 2), ("7", 1, 7)])
 def test_jobs_follow_memory_unless_they_are_given(monkeypatch, asked, free, most):
     monkeypatch.setenv("MAX_JOBS", asked)
     monkeypatch.setattr(preflight, "free_memory", lambda device: free * 2**30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
     assert preflight.jobs() == most
+
+
+@pytest.mark.parametrize("asked", ["-3", "0", "many", "2.5"])
+def test_a_number_of_jobs_that_is_none_is_refused(tools, monkeypatch, asked):
+    monkeypatch.setenv("MAX_JOBS", asked)
+    (sentence,) = lacks()
+    assert f"MAX_JOBS = '{asked}'" in sentence
+
+
+def test_a_cuda_home_without_nvcc_is_refused_though_another_is_on_the_path(tools, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nonsense")
+    (sentence,) = lacks()
+    assert "CUDA_HOME = /nonsense" in sentence
+
+
+def test_an_empty_list_of_architectures_is_not_all_of_them(capsys):
+    assert command.main(["--arch", "", "--check"]) == 2 and "no architecture is named" in capsys.readouterr().err
 
 
 # ---- key -------------------------------------------------------------------------------------------------------------
@@ -432,7 +450,7 @@ def test_the_command_builds_lists_and_refuses(tools, recipe, monkeypatch, capsys
     assert command.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["sm_100a", "sm_90a"]
     assert command.main(["--check", "--arch", "sm_90a"]) == 0 and "in the cache" in capsys.readouterr().out
-    assert command.main(["--arch", "sm_80"]) == 1
+    assert command.main(["--arch", "sm_80"]) == 2
 
 
 def test_nothing_is_built_or_imported_from_torch_cuda_by_an_import():
