@@ -89,7 +89,7 @@ class Engine:
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
-            self._watched() as telemetry,
+            self._watched(folder) as telemetry,
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             record.prepare_folder(folder, request, image)
@@ -113,7 +113,7 @@ class Engine:
         cancel = cancel or threading.Event()
         with (
             self._exclusive(),
-            self._watched() as telemetry,
+            self._watched(folder) as telemetry,
             memory_in_words("This video", None, self.executor.device, ADVICE),
         ):
             folder.mkdir(parents=True, exist_ok=True)
@@ -369,12 +369,17 @@ class Engine:
         self._readiness = Readiness("loading", words, done, total)
 
     @contextmanager
-    def _watched(self) -> Iterator[Telemetry]:
+    def _watched(self, folder: Path | None = None) -> Iterator[Telemetry]:
+        """folder: where the figures of a video that is cut short are kept."""
         self.executor.begin_request()
         with Telemetry(self.executor.device, self.executor.memory) as telemetry:
             self._running = telemetry
             try:
                 yield telemetry
+            except Exception:
+                if folder:
+                    record.keep_figures(folder, telemetry.summary())
+                raise
             finally:
                 self._running = None
 

@@ -201,7 +201,8 @@ class Job:
 
 @dataclass(kw_only=True)
 class JobState(Job):
-    """A video. A stopped or failed one has the part that was there as `video`, or None; stats: as in stats.json;
+    """A video. A stopped or failed one has the part that was there as `video`, or None; stats: as in stats.json, of
+    one that was cut short before there was a video what `Telemetry.summary` tells;
     previewed: the step that the newest preview shows, 0 without one."""
 
     kind: ClassVar[str] = "video"
@@ -248,6 +249,11 @@ class JobState(Job):
                 self.video, self.stats, self.partial = path, stats, partial
             case _:
                 super().apply(event)
+
+    def end(self, status: Status, error: str | None) -> None:
+        """Nothing changes any more."""
+        super().end(status, error)
+        self.stats = self.stats or read_json(self.folder / STATS_NAME) or {}
 
     def rest(self) -> str:
         """What there is of it."""

@@ -127,6 +127,17 @@ def keep_last_frame(folder: Path, frame: Any) -> None:
         raise _unwritten(path, error) from error
 
 
+def keep_figures(folder: Path, summary: dict[str, Any]) -> None:
+    """Write stats.json of a job that is cut short, unless it has one of its video. One that can't be written is only
+    logged: the reason why the job ended matters more."""
+    path = folder / STATS_NAME
+    if not path.exists():
+        try:
+            write_json(path, summary)
+        except ResourceError as error:
+            log.warning("%s", error)
+
+
 def video_size(latents: torch.Tensor) -> tuple[int, int, int]:
     """Height, width and frames that latents [1, 48, F, h, w] decode to."""
     _, _, frames, height, width = latents.shape

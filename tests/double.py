@@ -139,6 +139,9 @@ class Double:
             raise BusyError("busy")
         try:
             yield from self._run(request, folder, cancel)
+        except Exception:
+            record.keep_figures(folder, self.figures())
+            raise
         finally:
             self.finally_ran += 1
             self._busy.release()
@@ -192,20 +195,20 @@ class Double:
 
     def _decode(self, request: Request, folder: Path, cancel: threading.Event, began: float) -> Iterator[Event]:
         yield StageStarted("decode", request.frames)
-        clock, done, first, partial = time.perf_counter(), 0, None, False
+        clock, done, first, early = time.perf_counter(), 0, None, None
         size = (request.height, request.width)
         with VideoWriter(folder, *size, self.preset.fps, request.frames, {"request": request.to_json()}) as writer:
-            while done < request.frames and not partial:
-                if self.pace.fail_at == "decode" and done >= self.pace.fail_after:
-                    raise RuntimeError("a fault <b>of ours</b>")
+            while done < request.frames and early is None:
                 count = min(16 if done else 1, request.frames - done)
                 frames = pattern(done, count, *size)
                 try:
+                    if self.pace.fail_at == "decode" and done >= self.pace.fail_after:
+                        raise RuntimeError("a fault <b>of ours</b>")
                     self._pause(self.pace.chunk, cancel)
-                except Cancelled:
+                except (Cancelled, RuntimeError) as error:
                     if not done:
                         raise
-                    partial = True
+                    early = error
                     continue
                 yield from map(Warned, writer.write(frames))
                 if first is None:
@@ -216,12 +219,14 @@ class Double:
             seconds = time.perf_counter() - clock
             yield StageEnded("decode", seconds)
             yield StageStarted("file")
-            video = writer.close(partial)
+            video = writer.close(partial=early is not None)
             record.keep_last_frame(folder, writer.last)
             yield StageEnded("file", 0.1)
         stats = self._stats(request, done, video, seconds, first, time.perf_counter() - began)
         record.write_json(folder / "stats.json", stats)
-        yield VideoFinished(video, partial, stats)
+        yield VideoFinished(video, early is not None, stats)
+        if isinstance(early, RuntimeError):
+            raise early
 
     def _figures(self, total: float) -> dict:
         """Stages that take a fixed share, and memory that rises over them."""

@@ -209,13 +209,14 @@ def _stage_row(name: Stage, stage: StageState | None, state: JobState) -> Row:
     if stage is None:
         return Row(words.STAGES[name], "todo")
     share = stage.done / stage.total if stage.total else 0.0
+    early: Phase = "failed" if state.status == "failed" else "stopped"
     # Only a video that can be fetched makes the last stage whole.
     if stage.seconds is not None and (name != "file" or state.video):
         # A stage that was stopped part of the way has ended too, but not at its end.
         cut = stage.total is not None and 0 < stage.done < stage.total
         detail = f"{stage.done}/{stage.total}" if cut else words.duration(stage.seconds)
-        return Row(words.STAGES[name], "stopped" if cut else "done", detail, share if cut else 1.0)
-    phase: Phase = "now" if not state.over else "failed" if state.status == "failed" else "stopped"
+        return Row(words.STAGES[name], early if cut else "done", detail, share if cut else 1.0)
+    phase: Phase = early if state.over else "now"
     detail = f"{stage.done}/{stage.total}" if stage.total else words.duration(stage.elapsed)
     # While it runs it is never shown as whole.
     return Row(words.STAGES[name], phase, detail, min(share, 0.99))

@@ -289,6 +289,16 @@ def test_the_end_of_the_server_is_a_warning_and_no_error_of_the_job(page, jobs):
     assert "message error" in render.of_job(dataclasses.replace(state, status="failed"))
 
 
+def test_what_was_decoded_before_a_fault_can_be_fetched(page, jobs):
+    jobs.engine.pace = Pace(fail_at="decode", fail_after=17)
+    job = start(page, seconds=1)
+    state = jobs.wait(job)
+    assert state.status == "failed" and probe(state.video).frames == 17
+    seen = page.look(values(page, job))
+    assert "Download the video" in Elements(seen[page.details]).text
+    assert "17 frames, is kept" in Elements(seen[page.strip]).text
+
+
 def test_a_reopened_page_finds_its_job_and_fills_its_form(page, jobs):
     jobs.engine.pace.step = 5
     job = start(page, prompt="a blue star", seconds=4, size="320x320", seed=9, steps=4)
@@ -411,8 +421,12 @@ def test_details_draw_charts_while_it_runs_and_afterwards(page, jobs):
     assert page.look(values(page, job))[page.details].count("<svg") == 4
     page.cancel(job)
     jobs.wait(job)
-    assert "<svg" not in page.look(values(page, job))[page.details], "it left no figures"
-    jobs.engine.pace.step = 0
+    assert page.look(values(page, job))[page.details].count("<svg") == 4
+    jobs.engine.pace = Pace(fail_at="denoise")
+    failed = start(page)
+    jobs.wait(failed)
+    assert page.look(values(page, failed))[page.details].count("<svg") == 4
+    jobs.engine.pace = Pace()
     last = jobs.wait(start(page))
     drawn = details.details(last, memory_now(), {})
     assert drawn.count("<svg") == 4 and "What ran, and why" in drawn and "python -m engine" in drawn

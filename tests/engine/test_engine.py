@@ -367,3 +367,22 @@ def test_fp8_that_nobody_asked_for_is_logged_with_its_reason(engine, monkeypatch
 def test_the_record_names_a_checkpoint_without_its_path_on_this_machine(toy_checkpoint):
     assert place_name(str(toy_checkpoint)) == toy_checkpoint.name
     assert place_name("nvidia/PAN-2") == "nvidia/PAN-2"
+
+
+@pytest.mark.parametrize("when", ["text", "denoise"])
+def test_a_job_that_fails_or_is_stopped_keeps_its_figures(engine, tmp_path, monkeypatch, when):
+    engine.load()
+    cancel = threading.Event()
+
+    def fail(*arguments):
+        raise ResourceError("out of memory")
+
+    if when == "text":
+        monkeypatch.setattr(engine.executor, "encode_prompt", fail)
+    else:
+        cancel.set()
+    with pytest.raises((ResourceError, Cancelled)):
+        list(engine.generate(engine.preset.request(), tmp_path, cancel))
+    kept = json.loads((tmp_path / engine_record.STATS_NAME).read_text())
+    assert kept["stages"][-1]["name"] == when and kept["peak_bytes"]["host"] > 0
+    assert len(kept["memory"]["host"]) == len(kept["memory"]["seconds"]) > 0
