@@ -75,6 +75,8 @@ class Page:
                 if listed:
                     self.history.build(self.demo, tabs)
                 compare.build(self.demo)
+                if listed:
+                    self.history.lead_to(compare)
                 self._system_tab()
             world.come_from(self.generate.onward, self.generate.job, tabs)
             add_api(engine.preset, jobs)

@@ -246,6 +246,10 @@ class Jobs:
         """Snapshots of all comparisons, the newest first."""
         return self._all(CompareState)
 
+    def everything(self) -> list[Job]:
+        """Snapshots of all jobs, the newest first."""
+        return self._all(Job)
+
     def _all(self, kind: type[Job]) -> list[Any]:
         with self._changed:
             states = [state for state in self._states.values() if isinstance(state, kind)]

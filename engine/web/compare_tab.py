@@ -41,7 +41,7 @@ class CompareTab:
 
     def build(self, demo: gr.Blocks) -> None:
         """Add the tab. demo: the Blocks, for its load event."""
-        with gr.Tab("Compare") as self.tab, gr.Row(elem_id="compare"):
+        with gr.Tab("Compare", id="compare") as self.tab, gr.Row(elem_id="compare"):
             with gr.Column(scale=4, min_width=320, elem_id="compare-form"):
                 self._form(start_form(self.engine))
             with gr.Column(scale=9, min_width=320, elem_id="compare-watch"):
@@ -86,8 +86,8 @@ class CompareTab:
     def _wire(self, demo: gr.Blocks) -> None:
         form, shown = set(self.fields.values()), {self.model, self.strip, self.messages, self.view, self.result}
         buttons = {self.go, self.stop, self.timer}
-        demo.load(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
-        self.timer.tick(self.look, {self.job, *shown}, {*shown, *buttons}, **QUIET)
+        self._follow = {"inputs": {self.job, *shown}, "outputs": {*shown, *buttons}, **QUIET}
+        gr.on([demo.load, self.timer.tick], self.look, **self._follow)
         self.go.click(self.start, {self.job, *form, *shown}, {self.job, self.plan, *shown, *buttons}, **ASKS)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         source = self.fields["source"]
@@ -96,6 +96,10 @@ class CompareTab:
         # The time is known once the model is loaded, and better once a comparison is over.
         changes = [field.change for field in (*form, self.model, self.result)]
         gr.on([self.tab.select, *changes], self.tell_plan, form, self.plan, trigger_mode="always_last", **QUIET)
+
+    def show_after(self, event: Any) -> None:
+        """Let the page follow the comparison that an event of another tab has put into `job`."""
+        event.then(self.look, **self._follow)
 
     # What happens.
 

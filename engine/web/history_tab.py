@@ -1,4 +1,4 @@
-"""The History tab: what was made here, to watch again, to begin from, to fetch, to delete."""
+"""The History tab: what was made and compared here, to watch again, to begin from, to fetch, to delete."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.jobs import Jobs
 from engine.request import Request
 from engine.store import folder_bytes
 from engine.web import render, words
+from engine.web.compare_tab import CompareTab
 from engine.web.files import upload
 from engine.web.generate_tab import PLAIN, QUIET, GenerateTab
 from engine.web.history_render import PAGE, Entry, listing
@@ -22,12 +23,16 @@ from engine.web.settings_file import KINDS, check_settings, read_settings_file
 
 BUTTONS = (Path(__file__).with_name("history_list.js")).read_text(encoding="utf-8")
 
+TICK_SECONDS = 2
+
 Values = Mapping[Any, Any]
+# The list, its page, its timer, and what went wrong.
+Changed = tuple[str, int, gr.Timer, str]
 
 
 class HistoryTab:
-    """Made inside a gr.Blocks; `build` adds the tab. Nothing of a visitor is kept here: the list's own buttons say on
-    which page they stand. jobs: knows the videos; generate: the tab with the player and the form."""
+    """Made inside a gr.Blocks; `build` adds the tab. Nothing of a visitor is kept here. jobs: knows what was made;
+    generate: the tab with the player and the form."""
 
     def __init__(self, engine: Engine, jobs: Jobs, generate: GenerateTab) -> None:
         self.jobs, self.preset, self.generate = jobs, engine.preset, generate
@@ -39,13 +44,15 @@ class HistoryTab:
                 about = "A video that was made here, or its settings as JSON"
                 self.file = upload(KINDS, label=about, height=130, elem_id="settings")
             self.note = gr.HTML(elem_id="history-note", **PLAIN)
+            self.page, self.timer = gr.State(0), gr.Timer(TICK_SECONDS, active=False)
             self.list = gr.HTML(self.show(), elem_id="history-list", js_on_load=BUTTONS, **PLAIN)
         self.tabs = tabs
         self._wire(demo, tabs)
 
     def _wire(self, demo: gr.Blocks, tabs: gr.Tabs) -> None:
-        changed = [self.list, self.note]
+        changed = [self.list, self.page, self.timer, self.note]
         gr.on([demo.load, self.tab.select], self.refresh, None, changed, **QUIET)
+        self.timer.tick(self.tick, [self.page, self.list], [self.list, self.page, self.timer], **QUIET)
         self.list.input(self.turn, None, changed, **QUIET)
         self.list.delete(self.delete, None, changed, **QUIET)
         self.list.stop(self.stop, None, changed, **QUIET)
@@ -56,44 +63,61 @@ class HistoryTab:
         self.list.edit(self.use, form, after, **QUIET)
         self.file.upload(self.use_file, {*form, self.file}, after, **QUIET)
 
+    def lead_to(self, compare: CompareTab) -> None:
+        """Comparisons of the list open on their own tab, which is built by now."""
+        opened = self.list.expand(self.open_comparison, None, [compare.job, self.tabs], **QUIET)
+        compare.show_after(opened)
+
     def show(self, page: int = 0) -> str:
         """A page of the list, from 0; the last one if there are not so many."""
-        states = self.jobs.recent()
+        return self._look(page)[0]
+
+    def _look(self, page: int) -> tuple[str, int, gr.Timer]:
+        """The list, the page of it that there is, and the timer, which runs while something on it may change."""
+        states = self.jobs.everything()
         page = max(0, min(page, (len(states) - 1) // PAGE))
-        shown = states[page * PAGE : (page + 1) * PAGE]
-        return listing(
-            [Entry(state, folder_bytes(state.folder)) for state in shown], page, len(states), self.preset.fps
-        )
+        entries = [Entry(state, folder_bytes(state.folder)) for state in states[page * PAGE : (page + 1) * PAGE]]
+        busy = any(not entry.state.over for entry in entries)
+        return listing(entries, page, len(states), self.preset.fps), page, gr.Timer(active=busy)
 
     # What happens.
 
-    def refresh(self) -> tuple[str, str]:
-        """The newest videos."""
-        return self.show(), ""
+    def refresh(self) -> Changed:
+        """The newest of all."""
+        return *self._look(0), ""
 
-    def turn(self, event: gr.EventData) -> tuple[str, str]:
+    def tick(self, page: int, shown: str) -> tuple[Any, int, gr.Timer]:
+        """The same page as it is now. What did not change is not sent: a button may wait for its second click."""
+        fresh, page, timer = self._look(page)
+        return gr.skip() if fresh == shown else fresh, page, timer
+
+    def turn(self, event: gr.EventData) -> Changed:
         """Another page."""
-        return self.show(_page(event)), ""
+        return *self._look(_page(event)), ""
 
     def open(self, event: gr.EventData) -> tuple[str, gr.Tabs]:
         """Play a video in the page's player."""
         return str(event.job), gr.Tabs(selected="generate")
 
-    def delete(self, event: gr.EventData) -> tuple[str, str]:
-        """Remove a video that is over, with its folder."""
+    def open_comparison(self, event: gr.EventData) -> tuple[str, gr.Tabs]:
+        """Show a comparison on its tab."""
+        return str(event.job), gr.Tabs(selected="compare")
+
+    def delete(self, event: gr.EventData) -> Changed:
+        """Remove a job that is over, with its folder."""
         return self._change(self.jobs.delete, event)
 
-    def stop(self, event: gr.EventData) -> tuple[str, str]:
+    def stop(self, event: gr.EventData) -> Changed:
         """Stop one that is not."""
         return self._change(self.jobs.cancel, event)
 
-    def _change(self, change: Any, event: gr.EventData) -> tuple[str, str]:
+    def _change(self, change: Any, event: gr.EventData) -> Changed:
         note = ""
         try:
             change(event.job)
         except EngineError as error:
             note = render.refusal(str(error))
-        return self.show(_page(event)), note
+        return *self._look(_page(event)), note
 
     def use(self, values: Values, event: gr.EventData) -> dict[Any, Any]:
         """Put the settings of a video of the list into the form, its first frame too."""

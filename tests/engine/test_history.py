@@ -6,14 +6,18 @@ import re
 import time
 from types import SimpleNamespace
 
+import gradio as gr
 import pytest
 from PIL import Image
 
 import app
 from engine import store
 from engine.errors import RequestError
+from engine.events import ComparisonFinished
 from engine.jobs import Jobs
 from engine.preset import load_preset
+from engine.settings import DecodeSettings
+from engine.sides import CompareRequest, RandomLatents
 from engine.web import details
 from engine.web.form import Form
 from engine.web.history_render import PAGE, STATES
@@ -110,15 +114,55 @@ def test_two_hundred_videos_come_page_by_page_and_quickly(jobs, tab):
 
 def test_deleting_removes_a_video_and_never_one_at_work(jobs, tab):
     first, second = made(jobs), made(jobs)
-    html, note = tab.delete(click(first.id))
+    html, *_, note = tab.delete(click(first.id))
     assert note == "" and first.id not in html and second.id in html and not first.folder.exists()
-    assert "There is no job" in tab.delete(click(first.id))[1]
-    assert "There is no job" in tab.delete(click(["x"]))[1]
+    assert "There is no job" in tab.delete(click(first.id))[-1]
+    assert "There is no job" in tab.delete(click(["x"]))[-1]
     jobs.engine.pace = Pace(step=30)
     running = submit(jobs)
-    assert "Stop it first" in tab.delete(click(running))[1] and jobs.snapshot(running)
+    assert "Stop it first" in tab.delete(click(running))[-1] and jobs.snapshot(running)
     tab.stop(click(running))
     assert jobs.wait(running).status == "stopped"
+
+
+def test_the_list_follows_what_is_at_work_and_rests_when_all_is_over(jobs, tab):
+    jobs.engine.pace = Pace(step=30)
+    running, waiting = submit(jobs), submit(jobs)
+    jobs.cancel(waiting)
+    shown, page, timer, _ = tab.refresh()
+    assert "Stop" in shown and timer.active
+    first = shown.split('<li class="entry">')[1]
+    assert "Stopped before it began" in first and "448 x 256" in first and "s, 448" not in first
+    jobs.cancel(running)
+    jobs.wait(running)
+    fresh, page, timer = tab.tick(page, shown)
+    assert "At work" not in fresh and not timer.active
+    assert tab.tick(page, fresh)[0] == gr.skip(), "a button may wait for its second click"
+
+
+def test_comparisons_are_listed_opened_stopped_and_deleted(jobs, tab, monkeypatch):
+    def compare(latents, a, b, folder, cancel, frames):
+        folder.mkdir(exist_ok=True)
+        (folder / "raw").write_bytes(b"x" * 3 * 2**20)
+        cancel.wait(60)
+        yield ComparisonFinished({"sides": {}, "verdict": {"passed": True, "text": "The same <b>picture</b>."}})
+
+    monkeypatch.setattr(jobs.engine, "compare", compare)
+    asked = CompareRequest(
+        RandomLatents(1, 5, 64, 96), DecodeSettings("plain", "fp32"), DecodeSettings("reference"), source="noise of 1"
+    )
+    job = jobs.submit(asked)
+    shown, _, timer, _ = tab.refresh()
+    text = Elements(shown).text
+    assert "plain, fp32 against reference, auto" in text and "noise of 1" in text and "Stop" in text and timer.active
+    assert "Stop it first" in tab.delete(click(job))[-1]
+    tab.stop(click(job))
+    assert jobs.wait(job).over
+    text = Elements(tab.show()).text
+    assert "The same <b>picture</b>." in text and "3.0 MiB" in text and "took" in text and "Delete" in text
+    found, tabs = tab.open_comparison(click(job))
+    assert found == job and tabs.selected == "compare"
+    assert job not in tab.delete(click(job))[0] and not (jobs.outputs / job).exists()
 
 
 def test_settings_of_a_video_fill_the_form_with_its_picture(jobs, tab, tmp_path):
