@@ -6,6 +6,8 @@ import pytest
 from PIL import Image
 
 from engine.preset import load_preset
+from engine.settings import DecodeSettings
+from engine.sides import CompareRequest, RandomLatents
 from tests.browser.conftest import CHROMIUM
 from tests.double import Double, Pace, serve
 
@@ -169,3 +171,19 @@ def test_after_a_restart_the_address_finds_the_video_and_decodes_it_again(open_p
         page.get_by_role("button", name="Decode again").click()
         page.get_by_text(f"from the latents of {done.id}").wait_for()
         assert served.jobs.recent()[0].status == "finished"
+
+
+def test_the_list_follows_jobs_that_end_and_opens_comparisons(served, open_page):
+    asked = CompareRequest(RandomLatents(1, 5, 64, 96), DecodeSettings("plain"), DecodeSettings("reference"))
+    compared = served.jobs.wait(served.jobs.submit(asked))
+    served.engine.pace = Pace(step=30)
+    running = served.jobs.submit(PRESET.request(prompt="a red circle", **SMALL))
+    page = open_page(served)
+    entries = history(page).locator(".entry")
+    entries.first.get_by_text("At work").wait_for()
+    served.jobs.cancel(running)
+    entries.first.get_by_text("Stopped early").wait_for()
+    assert page.locator(".entry").get_by_role("button", name="Stop", exact=True).count() == 0
+    entries.nth(1).get_by_text("plain, auto against reference, auto").wait_for()
+    entries.nth(1).get_by_role("button", name="Open", exact=True).click()
+    page.locator("#compare-messages").get_by_text(compared.error).wait_for()
