@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.engine import Engine
 from engine.errors import RequestError, shown
+from engine.job_id import JOB_ID
 from engine.record import video_size
 from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
@@ -85,7 +86,8 @@ class CompareForm:
 
 def saved_videos(outputs: Path, limit: int | None = LISTED) -> list[tuple[str, str]]:
     """Label and job id of what has latents in the outputs folder, the newest first."""
-    folders = sorted((path.parent for path in outputs.glob(f"*/{LATENTS}")), key=lambda f: f.name, reverse=True)
+    found = (path.parent for path in outputs.glob(f"*/{LATENTS}") if JOB_ID.fullmatch(path.parent.name))
+    folders = sorted(found, key=lambda folder: folder.name, reverse=True)
     return [(_label(folder), folder.name) for folder in folders[:limit]]
 
 

@@ -16,6 +16,8 @@ from engine.compare import amplified, read_frame
 from engine.errors import MediaError
 from engine.job import CompareState
 from engine.sides import RAW_NAME, SIDES
+from engine.video import FINAL_NAME
+from engine.web.routes import own_file
 
 FindComparison = Callable[[str], CompareState | None]
 NO_COMPARISON = "There is no such comparison here. It may have been deleted."
@@ -37,19 +39,18 @@ def compare_router(find: FindComparison) -> APIRouter:
 
     @router.get("/{job}/{side}.mp4")
     def video(job: str, side: str) -> FileResponse:
-        path = _side(_state(find, job), side) / "video.mp4"
-        if not path.is_file():
-            raise HTTPException(404, "This side has no video, or not yet.")
+        state = _state(find, job)
+        path = own_file(state, _side(state, side) / FINAL_NAME, "This side has no video, or not yet.")
         return FileResponse(path, media_type="video/mp4")
 
     @router.get("/{job}/difference/{frame}.png")
     def difference(job: str, frame: int, gain: Annotated[float, Query(ge=1, le=255)] = 16) -> Response:
         state = _state(find, job)
-        return _png(lambda: amplified(*(read_frame(_side(state, side) / RAW_NAME, frame) for side in SIDES), gain))
+        return _png(lambda: amplified(*(read_frame(_raw(state, side), frame) for side in SIDES), gain))
 
     @router.get("/{job}/{side}/{frame}.png")
     def still(job: str, side: str, frame: int) -> Response:
-        path = _side(_state(find, job), side) / RAW_NAME
+        path = _raw(_state(find, job), side)
         return _png(lambda: read_frame(path, frame))
 
     return router
@@ -67,6 +68,10 @@ def _side(state: CompareState, side: str) -> Path:
     if side not in SIDES:
         raise HTTPException(404, "A comparison has the sides a and b.")
     return state.folder / side
+
+
+def _raw(state: CompareState, side: str) -> Path:
+    return own_file(state, _side(state, side) / RAW_NAME, "The raw frames of this comparison are not there any more.")
 
 
 def _png(frame: Callable[[], np.ndarray]) -> Response:

@@ -12,6 +12,8 @@ import anyio
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
+from engine.web.routes import is_inside
+
 POLL_SECONDS = 0.1
 READ_BYTES = 256 * 1024
 JOB_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -50,7 +52,7 @@ def live_router(find_job: Callable[[str], LiveSource | None]) -> APIRouter:
 def _answer(source: LiveSource, request: Request) -> Response:
     over = source.finished()
     try:
-        file = FileIO(source.path)
+        file = _open(source.path)
     except OSError:
         if over:
             return _say(404, "This job ended without a live video.")
@@ -61,6 +63,12 @@ def _answer(source: LiveSource, request: Request) -> Response:
         return _say(416, f"The live video has no byte {start}. Start again from its beginning.")
     file.seek(int(start))
     return StreamingResponse(_grow(file, source, request), media_type="video/mp4", headers=HEADERS)
+
+
+def _open(path: Path) -> FileIO:
+    if not is_inside(path.parent, path):
+        raise OSError(f"{path} leads out of its folder")
+    return FileIO(path)
 
 
 async def _grow(file: FileIO, source: LiveSource, request: Request) -> AsyncIterator[bytes]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, HTTPException
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from engine.engine import Readiness
-from engine.job import JobState
+from engine.job import Job, JobState
 from engine.web import words
 
 FindJob = Callable[[str], JobState | None]
@@ -78,17 +78,19 @@ def video_router(find_job: FindJob) -> APIRouter:
     def video(job: str, download: bool = False) -> FileResponse:
         state = _find(find_job, job)
         disposition = "attachment" if download else "inline"
-        return _file(state.video, "video/mp4", words.file_name(state.request), disposition)
+        return _file(own_file(state, state.video), "video/mp4", words.file_name(state.request), disposition)
 
     @router.get("/thumbnail/{job}.jpg")
     def thumbnail(job: str) -> FileResponse:
-        return _file(_find(find_job, job).folder / "thumbnail.jpg", "image/jpeg", f"{job}.jpg", "inline")
+        state = _find(find_job, job)
+        return _file(own_file(state, state.folder / "thumbnail.jpg"), "image/jpeg", f"{job}.jpg", "inline")
 
     @router.get("/preview/{job}.webp")
     def preview(job: str) -> Response:
+        state = _find(find_job, job)
         try:
             # Read at once, since a newer one may take its place at any moment.
-            return Response(_find(find_job, job).preview.read_bytes(), media_type="image/webp")
+            return Response(own_file(state, state.preview).read_bytes(), media_type="image/webp")
         except OSError as error:
             raise HTTPException(404, NO_FILE) from error
 
@@ -103,7 +105,18 @@ def _find(find_job: FindJob, job: str) -> JobState:
     return state
 
 
-def _file(path: Path | None, kind: str, name: str, disposition: str) -> FileResponse:
-    if path is None or not path.is_file():
-        raise HTTPException(404, NO_FILE)
+def own_file(job: Job, path: Path | None, missing: str = NO_FILE) -> Path:
+    """The path of a file that lies in the job's folder. Raises HTTPException 404, with what is missing in words, where
+    there is none, and for a link that leads out of the folder."""
+    if path is None or not path.is_file() or not is_inside(job.folder, path):
+        raise HTTPException(404, missing)
+    return path
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path, with every link followed, leads to what lies below the folder."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _file(path: Path, kind: str, name: str, disposition: str) -> FileResponse:
     return FileResponse(path, media_type=kind, filename=name, content_disposition_type=disposition)

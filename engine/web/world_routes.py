@@ -14,7 +14,7 @@ from engine.errors import MediaError
 from engine.job import JobState
 from engine.record import LAST_FRAME
 from engine.web import words
-from engine.web.routes import NO_FILE, NO_JOB
+from engine.web.routes import NO_JOB, own_file
 
 FindJob = Callable[[str], JobState | None]
 
@@ -30,8 +30,6 @@ def world_router(find: FindJob) -> APIRouter:
         states = lineage(find, job)
         if not states:
             raise HTTPException(404, NO_JOB)
-        if not states[-1].video.is_file():
-            raise HTTPException(404, NO_FILE)
         try:
             with joining:
                 path = _joined(states)
@@ -44,9 +42,9 @@ def world_router(find: FindJob) -> APIRouter:
     @router.get("/last/{job}.png")
     def last(job: str) -> FileResponse:
         state = find(job)
-        path = state.folder / LAST_FRAME if state else None
-        if path is None or not path.is_file():
-            raise HTTPException(404, NO_JOB if state is None else "This job has no last frame, or not yet.")
+        if state is None:
+            raise HTTPException(404, NO_JOB)
+        path = own_file(state, state.folder / LAST_FRAME, "This job has no last frame, or not yet.")
         return FileResponse(path, media_type="image/png")
 
     return router
@@ -55,7 +53,8 @@ def world_router(find: FindJob) -> APIRouter:
 def _joined(states: list[JobState]) -> Path:
     """The chain's file, made when it is first asked for; none of the videos of a chain changes any more."""
     forget_chains(states)
+    videos = [own_file(state, state.video) for state in states]
     if len(states) == 1:
-        return states[0].video
+        return videos[0]
     path = chain_file(states)
-    return path if path.is_file() else join([state.video for state in states], path)
+    return own_file(states[-1], path if path.is_file() else join(videos, path))

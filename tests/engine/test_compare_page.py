@@ -72,8 +72,11 @@ def test_each_kind_of_latents_becomes_a_request(served, tmp_path):
     outputs = tmp_path / "outputs"
     request, shape = form(served).request(served.engine, outputs)
     assert (request.latents, shape) == (RandomLatents(123, 5, 64, 96), (2, 4, 6))
-    folder = outputs / "20260101-000000-aa"
+    folder = outputs / "20260101-000000-aaaaaaaa"
     folder.mkdir(parents=True)
+    for hidden in (f".unchecked-{folder.name}", f"{folder.name}.part"):
+        (outputs / hidden).mkdir()
+        (outputs / hidden / "latents.safetensors").touch()
     save_latents(folder / "latents.safetensors", draw_noise(3, (1, 48, 3, 4, 6)), {})
     asked = {"prompt": "a blue star", "seed": 5, "frames": 9}
     (folder / "request.json").write_text(json.dumps(asked))
@@ -170,6 +173,16 @@ def test_frames_and_differences_are_the_raw_bytes(get, done):
     assert np.array_equal(picture(f"{done.id}/a/3.png"), a[3]) and np.array_equal(picture(f"{done.id}/b/0.png"), b[0])
     assert np.array_equal(picture(f"{done.id}/difference/4.png", gain=100), amplified(a[4], b[4], 100))
     assert get(f"{done.id}/a.mp4").content[4:8] == b"ftyp"
+
+
+def test_a_link_out_of_its_folder_is_not_followed(get, done, tmp_path):
+    for name, path in (("video.mp4", "a.mp4"), ("frames.npy", "a/0.png"), ("frames.npy", "difference/0.png")):
+        file, outside = done.folder / "a" / name, tmp_path / name
+        file.rename(outside)
+        file.symlink_to(outside)
+        assert get(f"{done.id}/{path}").status_code == 404
+        outside.rename(file)
+        assert get(f"{done.id}/{path}").status_code == 200
 
 
 @pytest.mark.parametrize(

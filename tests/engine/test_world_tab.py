@@ -108,6 +108,38 @@ def test_a_chain_is_served_as_one_video_and_its_last_frame_without_loss(served, 
         assert get(path).status_code == 404
 
 
+def test_a_link_out_of_its_folder_is_not_followed(served, jobs, tmp_path):
+    first = make(jobs, "a")
+    second = make(jobs, "b", parent=first)
+    secret = tmp_path / "secret"
+    secret.write_text("not for visitors")
+    own, before = (jobs.snapshot(job).folder for job in (second, first))
+    chain = chain_file([jobs.snapshot(first), jobs.snapshot(second)])
+    chain.unlink(missing_ok=True)
+    for path, address in (
+        (chain, f"chain/{second}.mp4"),
+        (before / "video.mp4", f"chain/{second}.mp4"),
+        (own / "video.mp4", f"video/{second}.mp4"),
+        (own / "video.mp4", f"chain/{second}.mp4"),
+        (own / "live.mp4", f"live/{second}.mp4"),
+        (own / "thumbnail.jpg", f"thumbnail/{second}.jpg"),
+        (own / "last.png", f"last/{second}.png"),
+        (own / "preview.webp", f"preview/{second}.webp"),
+    ):
+        kept = path.read_bytes() if path.is_file() else b"as if"
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+        answer = httpx.get(f"{served.url}/{address}")
+        assert answer.status_code == 404 and "not for visitors" not in answer.text, address
+        path.unlink()
+        # A link within the folder is as good as the file.
+        (path.parent / "aside").write_bytes(kept)
+        path.symlink_to(path.parent / "aside")
+        assert path == before / "video.mp4" or httpx.get(f"{served.url}/{address}").status_code == 200, address
+        path.unlink()
+        path.write_bytes(kept)
+
+
 def test_what_was_seen_is_told_in_its_order_and_escaped(jobs):
     first = make(jobs, EVIL)
     second = make(jobs, "then that", parent=first)
