@@ -31,6 +31,7 @@ from engine.events import (
     Warned,
 )
 from engine.job_id import known_id
+from engine.kept import COMPARISON, JOB, RESULT, STATS, checked
 from engine.preview import PREVIEW_NAME
 from engine.record import IMAGE_NAME, LATENTS_NAME, STATS_NAME, read_json
 from engine.request import Request
@@ -177,6 +178,7 @@ class Job:
     @classmethod
     def from_json(cls, folder: Path, values: Mapping[str, Any]) -> Any:
         """The job of a folder. Raises KeyError, TypeError, ValueError or RequestError for what nobody here wrote."""
+        checked(JOB, values)
         if values["id"] != folder.name or values["status"] not in get_args(Status):
             raise ValueError(f"{values['id']} is {values['status']}")
         kept = {name: values[name] for name in KEPT}
@@ -279,7 +281,7 @@ class JobState(Job):
         return {
             "request": dataclasses.replace(request, image=image if request.image and image.is_file() else None),
             "video": folder / FINAL_NAME if (folder / FINAL_NAME).is_file() else None,
-            "stats": read_json(folder / STATS_NAME) or {},
+            "stats": checked(STATS, read_json(folder / STATS_NAME) or {}),
             "first_frame_seconds": _seconds(values["first_frame_seconds"]),
         }
 
@@ -357,10 +359,12 @@ class CompareState(Job):
     @classmethod
     def _more(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         result = read_json(folder / RESULT_NAME)
+        if result is not None:
+            checked(RESULT, result)
         for name in SIDES if result else ():
             video = Path(name, FINAL_NAME)
             result["sides"][name]["video"] = str(video) if (folder / video).is_file() else None
-        request = CompareRequest.from_json(values["request"])
+        request = CompareRequest.from_json(checked(COMPARISON, values["request"]))
         return {"side": values["side"], "request": request, "sides": (result or {}).get("sides", {}), "result": result}
 
 

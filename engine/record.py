@@ -56,11 +56,13 @@ def keep_image(folder: Path, request: Request, image: Image.Image | None) -> Req
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON table, None if there is none. Raises ValueError if it is broken or something else."""
+    """A JSON table, None if there is none. Raises ValueError if it is broken, nested too deep or something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} holds no table")
     return values

@@ -16,6 +16,8 @@ from engine.shapes import SIZE_MULTIPLE, TEMPORAL_FACTOR, frames_of_seconds, nea
 MAX_SEED = 2**63 - 1
 MAX_PROMPT = 20_000
 MAX_SECONDS = 1e6
+# Of any preset: what is more can't be meant.
+MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Request:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Request:
-        """The inverse of `to_json`. Unknown or missing fields are refused by name. Does not check limits."""
+        """The inverse of `to_json`. Unknown or missing fields, and values of other types, are refused by name. Does not
+        check a preset's limits."""
         if not isinstance(values, Mapping):
             raise RequestError(f"A request must be a table of its fields, not {shown(values)}.")
         known = {entry.name for entry in fields(cls)}
@@ -73,7 +76,13 @@ class Request:
         for name, settings in (("denoise", DenoiseSettings), ("decode", DecodeSettings)):
             given[name] = settings.from_dict({} if given.get(name) is None else given[name])
         request = cls(**given)
-        _text("preset", request.preset)
+        for name in ("preset", "prompt", "negative_prompt"):
+            _text(name, getattr(request, name))
+        for name in ("height", "width", "frames", "steps"):
+            check_integer(name, getattr(request, name), 1, MOST)
+        check_integer("seed", request.seed, 0, MAX_SEED)
+        for name in ("shift", "guidance"):
+            _real(name, getattr(request, name), 0.0, MOST)
         return request
 
 

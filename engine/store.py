@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import shutil
 import stat
@@ -13,7 +12,7 @@ from typing import BinaryIO
 from engine.errors import EngineError, MediaError, ResourceError
 from engine.job import KINDS, Job, JobState
 from engine.job_id import JOB_ID
-from engine.record import write_json
+from engine.record import read_json, write_json
 from engine.video import rescue
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,9 @@ def load_all(outputs: Path) -> list[Job]:
 def _load(folder: Path) -> Job:
     if not JOB_ID.fullmatch(folder.name):
         raise ValueError("not named as a job")
-    values = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+    values = read_json(folder / RECORD_NAME)
+    if values is None:
+        raise ValueError(f"no {RECORD_NAME}")
     job = KINDS[values["kind"]].from_json(folder, values)
     if not job.over:
         _interrupt(job)

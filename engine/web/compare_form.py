@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import RequestError, shown
 from engine.job_id import JOB_ID
-from engine.record import video_size
+from engine.record import read_json, video_size
 from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
 from engine.sides import CompareRequest, Option, RandomLatents, open_latents, parse_side
@@ -93,7 +92,7 @@ def saved_videos(outputs: Path, limit: int | None = LISTED) -> list[tuple[str, s
 
 def _label(folder: Path) -> str:
     try:
-        request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+        request = read_json(folder / "request.json") or {}
         prompt, seed, frames = str(request["prompt"]), request["seed"], request["frames"]
     except (OSError, ValueError, KeyError, TypeError):
         return folder.name

@@ -1,6 +1,7 @@
 """Jobs outlive the server: what an earlier one left is found again, whole, cut short or damaged."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from engine.record import write_json
 from engine.settings import DecodeSettings
 from engine.sides import CompareRequest, RandomLatents
 from engine.video import probe
+from engine.web.compare_form import saved_videos
 from tests.double import Double, Pace
 
 PRESET = load_preset("tiny")
@@ -163,6 +165,85 @@ def test_damaged_and_foreign_folders_are_left_alone_and_named_in_one_line(regist
     lines = [record.getMessage() for record in caplog.records if "left alone" in record.getMessage()]
     assert len(lines) == 1 and all(name in lines[0] for name in [*good[:4], "holiday"])
     assert sorted(path for path in (tmp_path / "outputs").rglob("*")) == before
+
+
+NAN, LARGE = float("nan"), 10**400
+DEEP = "[" * 100_000
+DAMAGED = {
+    "job": [
+        *({"created": value} for value in (None, NAN, float("inf"), -1e30, 1e18, True, LARGE)),
+        *({"started": value} for value in (NAN, 1e300, "now")),
+        {"ended": float("inf")},
+        *({"warnings": value} for value in (None, 5, [1], "abc", ["\ud800"])),
+        *({"stages": [{"name": "decode"} | stage]} for stage in ({"done": "y"}, {"total": 1.5}, {"started": "a"})),
+        *({"stages": value} for value in (None, [{"name": "x"}], [{"name": "denoise", "seconds": "x"}])),
+        {"first_frame_seconds": NAN},
+        *({name: [1]} for name in ("error", "partial", "parent", "group", "kind", "status")),
+    ],
+    "request": [
+        *({"prompt": value} for value in (5, None, ["a"], "\ud800")),
+        *({"steps": value} for value in ("x", None, 0, LARGE)),
+        *({name: value} for name in ("shift", "guidance") for value in ("x", None, [], NAN, LARGE)),
+        *({name: value} for name in ("height", "width", "frames", "seed") for value in ("x", None, -1, LARGE)),
+    ],
+    "stats": [
+        *({"frames": value} for value in ("x", {}, -3, LARGE)),
+        *({"stages": value} for value in (5, [5], [{"name": "x"}])),
+        *(
+            {"memory": value}
+            for value in (5, {"seconds": [1], "host": []}, {"seconds": ["x"], "host": ["y"]}, {"a": [1]})
+        ),
+        *({"paths": value} for value in (5, [1], {"a": 5}, {"a": {}})),
+        *({"peak_bytes": value} for value in (5, {"a": "x"})),
+        *({"step_seconds": value} for value in ("x", 5, ["a"])),
+        *({name: value} for name in ("decode", "versions", "step_cache", "devices") for value in (5, {"path": []})),
+        *(
+            {name: "x"}
+            for name in ("seconds", "seconds_to_first_frame", "fps", "file_bytes", "decode_frames_per_second")
+        ),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished video, to be damaged."""
+    jobs = Jobs(Double(PRESET), tmp_path_factory.mktemp("outputs"))
+    folder = jobs.wait(jobs.submit(PRESET.request(prompt="a", **SMALL))).folder
+    jobs.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "change"), [(file, change) for file, changes in DAMAGED.items() for change in changes]
+)
+def test_a_record_with_a_value_that_can_not_be_is_left_alone(finished, tmp_path, caplog, file, change):
+    folder = tmp_path / finished.name
+    shutil.copytree(finished, folder)
+    assert len(store.load_all(tmp_path)) == 1
+    path = folder / ("stats.json" if file == "stats" else "job.json")
+    values = json.loads(path.read_text())
+    (values["request"] if file == "request" else values).update(change)
+    path.write_text(json.dumps(values))
+    caplog.clear()
+    assert store.load_all(tmp_path) == []
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "left alone" in line and folder.name in line and len(line) < 1000
+
+
+@pytest.mark.parametrize("name", ["job.json", "stats.json"])
+def test_a_record_that_is_nested_deep_is_left_alone(finished, tmp_path, caplog, name):
+    folder = tmp_path / finished.name
+    shutil.copytree(finished, folder)
+    (folder / name).write_text(DEEP)
+    assert store.load_all(tmp_path) == [] and "nested too deep" in caplog.text
+
+
+def test_a_request_that_is_nested_deep_is_listed_by_the_folder(finished, tmp_path):
+    folder = tmp_path / finished.name
+    shutil.copytree(finished, folder)
+    (folder / "request.json").write_text(DEEP)
+    assert saved_videos(tmp_path) == [(folder.name, folder.name)]
 
 
 def test_what_a_record_says_never_becomes_a_path(registry, tmp_path):
