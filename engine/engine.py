@@ -36,7 +36,7 @@ from engine.preset import Preset
 from engine.preview import LinearMap, Previews
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
-from engine.settings import DecodeSettings, DenoiseSettings
+from engine.settings import BUDGETED, DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.sides import Comparison, Option, RandomLatents, decoder_of, open_latents, options
 from engine.telemetry import Memory, Telemetry
@@ -203,8 +203,15 @@ class Engine:
         return self.experience.estimate(self.executor, request, self.decoder(request.decode))
 
     def decoder(self, settings: DecodeSettings) -> Decoder:
-        """Path and precision that settings mean on this machine. RequestError where there is no such path."""
-        return decoder_of(self.executor.explain_decode(settings))
+        """Path and precision that settings mean on this machine. RequestError where there is no such path, and for a
+        budget of memory that it would not keep to."""
+        decoder = decoder_of(self.executor.explain_decode(settings))
+        if settings.memory_gib is not None and decoder.path not in BUDGETED:
+            raise RequestError(
+                f"decode memory_gib = {settings.memory_gib:g} is kept to by the paths {' and '.join(BUDGETED)} alone; "
+                f"this one would be {decoder.path}. Leave it out, or choose one of those."
+            )
+        return decoder
 
     def decoders(self) -> list[Option]:
         """Every way to decode on this machine, with its reason."""
@@ -291,6 +298,8 @@ class Engine:
                 yield from previews.after(step)
         yield StageEnded("denoise", stage.seconds, stage.peaks)
         self.experience.learn_denoise(self.executor.transformer_config, request, stage.seconds, steps)
+        needed = cost.denoise_bytes(self.executor.transformer_config, request, self.executor.itemsize)
+        self.experience.learn_peak(needed, stage.peaks)
         return step
 
     def _deliver(
@@ -347,7 +356,9 @@ class Engine:
                 early = error
         yield StageEnded("decode", stage.seconds, stage.peaks)
         part = writer.written / frames
-        self.experience.learn_decode(self.decoder(settings), latents.shape[2:], part, stage.seconds)
+        decoder, shape = self.decoder(settings), latents.shape[2:]
+        self.experience.learn_decode(decoder, shape, part, stage.seconds)
+        self.experience.learn_decode_peak(decoder, shape, self.executor.vae_config, stage.peaks)
         return early
 
     def _stage(self, telemetry: Telemetry, name: Stage, work: Callable[[], T]) -> Run[T]:

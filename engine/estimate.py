@@ -45,8 +45,8 @@ class Estimate:
 class Rates:
     """flops: floating-point operations a second in the transformer; pass_seconds: what a pass takes beside those,
     whatever its size; positions: decoded a second, see `decode_work`; loaded: bytes that are held before any work,
-    None where that is not known; speedups: by quality, how much faster than "full" a video was made here; a quality
-    not in it was not measured."""
+    None where that is not known; unforeseen: the most bytes that were held here beyond what was reckoned; speedups: by
+    quality, how much faster than "full" a video was made here; a quality not in it was not measured."""
 
     flops: float
     positions: float
@@ -54,6 +54,7 @@ class Rates:
     pass_seconds: float = 0.0
     loaded: int | None = None
     speedups: Mapping[str, float] = field(default_factory=dict)
+    unforeseen: int = 0
 
 
 # Before anything was measured. The first video says how much slower a machine is than one operation a second.
@@ -95,17 +96,21 @@ def denoise_bytes(config: Any, request: Request, itemsize: int) -> int:
     return int(tokens * width * itemsize * (VECTORS + 2 * config.mlp_ratio)) + LATENT_COPIES * latents
 
 
+def decode_bytes(decode: DecodeCost, height: int, width: int) -> int:
+    """What decoding holds on top of the weights. height, width: of the frames."""
+    return decode.bytes + RING_FRAMES * height * width * 3
+
+
 def estimate(config: Any, request: Request, rates: Rates, decode: DecodeCost, itemsize: int) -> Estimate:
     """What a request will take at these rates. decode: of its latents with its decoder; itemsize: of the transformer's
     dtype."""
-    ring = RING_FRAMES * request.height * request.width * 3
-    most = max(denoise_bytes(config, request, itemsize), decode.bytes + ring)
+    most = max(denoise_bytes(config, request, itemsize), decode_bytes(decode, request.height, request.width))
     return Estimate(
         denoise=denoise_seconds(config, request, rates) / rates.speedups.get(request.denoise.quality, 1.0),
         decode=decode.seconds or 0.0,
         other=OTHER_SECONDS,
         basis=rates.basis,
-        bytes=None if rates.loaded is None else rates.loaded + most,
+        bytes=None if rates.loaded is None else rates.loaded + most + rates.unforeseen,
     )
 
 

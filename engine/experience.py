@@ -3,7 +3,8 @@ that a run in another process can hand over what it learned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine import estimate as cost
@@ -12,6 +13,7 @@ from engine.decode_cost import CompareCost, DecodeCost, DecodeCosts, decode_work
 from engine.measure import measure
 from engine.preset import Preset
 from engine.request import Request
+from engine.settings import BUDGETED
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.sides import Comparison
 
@@ -20,6 +22,7 @@ class Experience:
     """Rates of denoising and costs of decoding; it can be pickled. device_type: "cpu" or "cuda"."""
 
     def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
         self.rates: cost.Rates | None = None
         self.costs = DecodeCosts(device_type)
 
@@ -53,6 +56,24 @@ class Experience:
     def learn_decode(self, decoder: Decoder, latents: tuple[int, int, int], part: float, seconds: float) -> None:
         """One decoding. latents: frames, height, width; part: how much of them, 0 to 1."""
         self.costs.learn(decoder, decode_work(*latents) * part, seconds)
+
+    def learn_peak(self, needed: int, peaks: Mapping[str, int]) -> None:
+        """What a stage held that was reckoned to need so many bytes on top of what is loaded: a process on a CPU keeps
+        some of what earlier work has freed. peaks: as of `engine.telemetry.StageRecord`."""
+        if self.rates is None or self.rates.loaded is None:
+            return
+        names = ["host"] if self.device_type == "cpu" else [name for name in peaks if name != "host"]
+        beyond = max((peaks.get(name, 0) for name in names), default=0) - self.rates.loaded - needed
+        self.rates = dataclasses.replace(self.rates, unforeseen=max(self.rates.unforeseen, beyond))
+
+    def learn_decode_peak(
+        self, decoder: Decoder, latents: tuple[int, int, int], config: Any, peaks: Mapping[str, int]
+    ) -> None:
+        """The same of a decoding. latents: frames, height, width; config: of the VAE."""
+        height, width = (side * SPATIAL_FACTOR for side in latents[1:])
+        # The other paths fill what is free, or what they are allowed: that is no need.
+        if decoder.path not in BUDGETED:
+            self.learn_peak(cost.decode_bytes(self.costs.predict(decoder, latents, config), height, width), peaks)
 
     def learn_sides(self, comparison: Comparison) -> None:
         """Both decodings of a comparison."""

@@ -19,6 +19,8 @@ Devices = Literal["all", "one"]
 DecodePath = Literal["auto", "built", "portable", "plain", "reference"]
 
 MOST_GIB = 10_000
+# Paths that cut their work to keep within `memory_gib`.
+BUDGETED = ("built", "portable")
 
 
 class _Checked:

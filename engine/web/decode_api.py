@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from engine.web.files import job_file, sent_file
 def add_decode_api(engine: Engine, jobs: Jobs) -> None:
     """Declare the endpoint inside the current gr.Blocks."""
 
-    def decode(job: Any = None, latents: Any = None, decoder: Any = None) -> Iterator[Answer]:
+    def decode(job: Any = None, latents: Any = None, decoder: Any = None, memory_gib: Any = None) -> Iterator[Answer]:
         """Decode saved latents again, without denoising: after a failure or a stop, or with another decoder.
 
         Answers while it works with what happens, at the end with the mp4 and its figures as JSON. Name either a job or
@@ -33,9 +34,10 @@ def add_decode_api(engine: Engine, jobs: Jobs) -> None:
             job: the id of a video that was made here and is over
             latents: an uploaded safetensors file with one tensor "latents" [1, 48, frames, height, width]
             decoder: "path" or "path:precision", such as auto or reference:fp32; auto if left out
+            memory_gib: the most that the decoders built and portable may take of each GPU; what is free if left out
         """
         try:
-            settings = parse_side("auto" if decoder is None else decoder)
+            settings = dataclasses.replace(parse_side("auto" if decoder is None else decoder), memory_gib=memory_gib)
             engine.decoder(settings)
             request = decode_request(engine, jobs, job, sent_file(latents), settings)
             name = jobs.submit(request)
@@ -49,6 +51,7 @@ def add_decode_api(engine: Engine, jobs: Jobs) -> None:
             gr.Textbox(label="job", value=None, visible=False),
             latents_upload(label="latents", visible=False),
             gr.Textbox(label="decoder", value=None, visible=False),
+            gr.Number(label="memory_gib", value=None, visible=False),
         ],
         outputs=[job_file(label="video", visible=False), gr.JSON(label="stats", visible=False)],
         api_name="decode",

@@ -135,6 +135,16 @@ def _decode(preset: Preset, decoder: str | None) -> DecodeSettings | None:
     return DecodeSettings(decoder)  # type: ignore[arg-type]
 
 
+def parse_gib(text: str | None) -> Any:
+    """A budget of memory as somebody writes it, None for nothing. What is no number is left for the settings to
+    refuse."""
+    written = (text or "").strip()
+    try:
+        return float(written.replace(",", ".")) if written else None
+    except ValueError:
+        return written
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Height and width from "height x width"."""
     try:

@@ -15,13 +15,22 @@ from engine.job import JobState
 from engine.jobs import Jobs
 from engine.record import LAST_FRAME
 from engine.request import Request
-from engine.settings import Precision
+from engine.settings import BUDGETED, Precision
 from engine.sides import parse_side
 from engine.web import details, lent, render, words, zero
 from engine.web.compare_form import decoder_menu, decoder_paths
 from engine.web.compose import add_builder
 from engine.web.files import as_sent, first_frame
-from engine.web.form import Form, checked, fitting_size, quality_menu, size_menu, size_value, unknown_words
+from engine.web.form import (
+    Form,
+    checked,
+    fitting_size,
+    parse_gib,
+    quality_menu,
+    size_menu,
+    size_value,
+    unknown_words,
+)
 
 TICK_SECONDS = 0.7
 # The address of this tab first; without a job there, the one that this browser saw last.
@@ -115,6 +124,14 @@ class GenerateTab:
         menu = decoder_menu(self.engine)
         with gr.Row(elem_id="again", visible=False) as self.again:
             self.decoder = gr.Dropdown(menu, value=menu[0][1], label="Decode these latents once more", min_width=260)
+            budgeted = any(option.settings.path in BUDGETED for option in self.engine.decoders())
+            self.budget = gr.Textbox(
+                label="At most ... GiB of GPU memory",
+                placeholder="what is free",
+                visible=budgeted,
+                min_width=150,
+                elem_id="budget",
+            )
             self.decode = gr.Button("Decode again", min_width=120)
 
     def _wire(self, demo: gr.Blocks) -> None:
@@ -128,7 +145,7 @@ class GenerateTab:
         after = {self.job, self.note, self.plan, self.fields["seed"], *view, *buttons}
         begun = gr.on(start, self.start, {self.job, *form, *view}, after, **ASKS)
         begun.then(None, self.job, js=SHOW_JOB)
-        once_more = self.decode.click(self.decode_again, {self.job, self.decoder, *view}, after, **ASKS)
+        once_more = self.decode.click(self.decode_again, {self.job, self.decoder, self.budget, *view}, after, **ASKS)
         once_more.then(None, self.job, js=SHOW_JOB)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         self._wire_form(demo, form)
@@ -237,7 +254,8 @@ class GenerateTab:
     def decode_again(self, values: Values) -> dict[Any, Any]:
         """Queue a second decode of the latents of the job that is shown."""
         try:
-            settings = parse_side(values[self.decoder])
+            gib = parse_gib(values[self.budget])
+            settings = dataclasses.replace(parse_side(values[self.decoder]), memory_gib=gib)
             self.engine.decoder(settings)
             job = self.jobs.decode_again(values[self.job], settings)
         except EngineError as error:

@@ -15,6 +15,7 @@ from engine.latents import save_latents
 from engine.preset import load_preset
 from engine.record import tags
 from engine.settings import DecodeSettings
+from engine.sides import Option
 from engine.video import probe, read_settings
 from tests.double import Double, Pace
 from tests.markup import Elements
@@ -123,6 +124,37 @@ def test_the_real_decoder_gives_the_same_frames_and_says_how_it_was_made(toy_pre
     assert second.video.stat().st_size == pytest.approx(first.video.stat().st_size, rel=0.05)
 
 
+class WithGpu(Double):
+    """A machine whose decoder keeps to a budget."""
+
+    def decoders(self):
+        return [Option(DecodeSettings("portable", "fp16"), "a test bench"), *super().decoders()]
+
+
+def test_a_budget_of_memory_is_asked_for_where_a_decoder_keeps_to_it(tmp_path):
+    jobs = Jobs(WithGpu(PRESET), tmp_path)
+    page = app.Page(jobs.engine, jobs).generate
+    try:
+        assert page.budget.visible
+        shown = dict.fromkeys((page.model, page.player, page.strip, page.messages, page.details), "")
+        first = stopped_part_of_the_way(jobs)
+        sent = shown | {page.job: first.id, page.decoder: "portable:fp16"}
+        second = jobs.wait(page.decode_again(sent | {page.budget: " 7,5 "})[page.job])
+        assert second.request.decode == DecodeSettings("portable", "fp16", memory_gib=7.5)
+        for written in ("much", "0", "nan", "1e9"):
+            said = page.decode_again(sent | {page.budget: written})[page.messages]
+            assert "memory_gib = " in said and "must be a number of GiB" in said
+    finally:
+        jobs.close()
+
+
+def test_a_budget_that_a_decoder_would_not_keep_to_is_refused(toy_preset):
+    engine = Engine(toy_preset, "cpu")
+    for path in ("auto", "plain", "reference"):
+        with pytest.raises(RequestError, match=r"memory_gib = 4 is kept to by the paths built and portable alone"):
+            engine.decoder(DecodeSettings(path, memory_gib=4))
+
+
 def test_the_page_offers_it_where_there_are_latents(tmp_path):
     jobs = Jobs(Double(PRESET), tmp_path)
     page = app.Page(jobs.engine, jobs).generate
@@ -130,7 +162,8 @@ def test_the_page_offers_it_where_there_are_latents(tmp_path):
         shown = dict.fromkeys((page.model, page.player, page.strip, page.messages, page.details), "")
         first = stopped_part_of_the_way(jobs)
         assert page.look(shown | {page.job: first.id})[page.again].visible
-        sent = shown | {page.job: first.id, page.decoder: "reference:fp32"}
+        assert not page.budget.visible
+        sent = shown | {page.job: first.id, page.decoder: "reference:fp32", page.budget: ""}
         changed = page.decode_again(sent)
         second = jobs.wait(changed[page.job])
         assert second.request.decode == DecodeSettings("reference", "fp32")

@@ -68,6 +68,8 @@ def test_uploaded_latents_are_decoded(client, latents):
         ({"job": 5}, "is not known here"),
         ({"job": "x", "decoder": "magic"}, "'magic' is not known"),
         ({"job": "x", "decoder": 7}, "'7' is not known"),
+        ({"job": "x", "memory_gib": 4}, "memory_gib = 4 is kept to by the paths built and portable alone"),
+        ({"job": "x", "memory_gib": "a"}, "memory_gib = 'a' must be a number of GiB"),
     ],
 )
 def test_a_bad_decode_is_refused_in_words(served, client, call, words):

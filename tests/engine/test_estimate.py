@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.compare import Decoder
 from engine.decode_cost import DecodeCost
 from engine.denoise import Step
 from engine.estimate import (
@@ -17,6 +18,7 @@ from engine.estimate import (
     pass_flops,
     request_flops,
 )
+from engine.experience import Experience
 from engine.measure import measure
 from engine.preset import load_preset
 from engine.settings import DenoiseSettings
@@ -138,3 +140,26 @@ def test_a_quality_counts_only_once_it_was_measured_here():
     rates = learn_denoise(rates, PAN2, full, 80.0, [(8.0, 0)] * 10)
     assert estimate(PAN2, full, rates, DECODE, 2).denoise == pytest.approx(80)
     assert estimate(PAN2, draft, rates, DECODE, 2).denoise == pytest.approx(40)
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "host"), ("cuda", "cuda:0")])
+def test_what_a_stage_was_seen_to_hold_is_promised_the_next_time(device, name):
+    experience = Experience(device)
+    experience.learn_peak(5, {name: 1000})
+    experience.rates = Rates(flops=1e9, positions=1, basis="a test", loaded=700)
+    for peak, unforeseen in ((780, 0), (1015, 215), (900, 215)):
+        experience.learn_peak(100, {"host": 0, name: peak})
+        assert experience.rates.unforeseen == unforeseen
+    request = load_preset("pan2").request(prompt="a")
+    foreseen = Rates(flops=1e9, positions=1, basis="a test", loaded=700)
+    told, before = (estimate(PAN2, request, rates, DECODE, 4).bytes for rates in (experience.rates, foreseen))
+    assert told == before + 215
+
+
+def test_a_decoder_that_fills_what_is_free_teaches_no_need():
+    experience = Experience("cuda")
+    experience.rates = Rates(flops=1e9, positions=1, basis="a test", loaded=0)
+    experience.learn_decode_peak(Decoder("portable", "fp16"), (2, 4, 4), None, {"cuda:0": 2**40})
+    assert experience.rates.unforeseen == 0
+    experience.learn_decode_peak(Decoder("plain", "fp16"), (2, 4, 4), None, {"cuda:0": 2**40})
+    assert experience.rates.unforeseen > 2**39
