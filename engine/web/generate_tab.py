@@ -129,7 +129,7 @@ class GenerateTab:
                 label="At most ... GiB of GPU memory",
                 placeholder="what is free",
                 visible=budgeted,
-                min_width=150,
+                min_width=240,
                 elem_id="budget",
             )
             self.decode = gr.Button("Decode again", min_width=120)
