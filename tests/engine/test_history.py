@@ -206,7 +206,7 @@ BAD = {
     "a.json": ("{", "is no JSON"),
     "b.json": ("[" * 100_000, "is no JSON"),
     "c.json": ("[1]", "holds no settings"),
-    "d.json": ('{"prompt": "a"}', "incomplete"),
+    "d.json": ('{"prompt": "a"}', "lacks frames"),
     "e.json": (" " * (2**20 + 1), "too large"),
     "f.json": ("{}", "holds no settings"),
 }
