@@ -36,7 +36,7 @@ from engine.preset import Preset
 from engine.preview import LinearMap, Previews
 from engine.prompt import TextEmbedding
 from engine.request import Request, check
-from engine.settings import BUDGETED, DecodeSettings, DenoiseSettings
+from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.sides import Comparison, Option, RandomLatents, decoder_of, open_latents, options
 from engine.telemetry import Memory, Telemetry
@@ -206,11 +206,7 @@ class Engine:
         """Path and precision that settings mean on this machine. RequestError where there is no such path, and for a
         budget of memory that it would not keep to."""
         decoder = decoder_of(self.executor.explain_decode(settings))
-        if settings.memory_gib is not None and decoder.path not in BUDGETED:
-            raise RequestError(
-                f"decode memory_gib = {settings.memory_gib:g} is kept to by the paths {' and '.join(BUDGETED)} alone; "
-                f"this one would be {decoder.path}. Leave it out, or choose one of those."
-            )
+        settings.check_budget(decoder.path)
         return decoder
 
     def decoders(self) -> list[Option]:

@@ -93,3 +93,11 @@ class DecodeSettings(_Checked):
                 f"{self.user_name} memory_gib = {shown(value)} must be a number of GiB above 0 and below {MOST_GIB}, "
                 "or be left out."
             )
+
+    def check_budget(self, path: str) -> None:
+        """Raises RequestError for a budget of memory that a path would not keep to."""
+        if self.memory_gib is not None and path not in BUDGETED:
+            raise RequestError(
+                f"{self.user_name} memory_gib = {self.memory_gib:g} is kept to by the paths {' and '.join(BUDGETED)} "
+                f"alone; this one would be {path}. Leave it out, or choose one of those."
+            )
