@@ -16,6 +16,7 @@ from engine.web import compare_render as render
 from engine.web import lent
 from engine.web.compare_api import latents_upload
 from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form
+from engine.web.files import as_sent
 from engine.web.form import size_menu
 
 TICK_SECONDS = 0.7
@@ -57,7 +58,7 @@ class CompareTab:
         sources = [(label, name) for label, name in SOURCES.items() if self.listed or name != "job"]
         fields["source"] = gr.Dropdown(sources, value=start.source, label="Latents")
         with gr.Column(visible=False) as self.of_job:
-            fields["job"] = gr.Dropdown([], label="Video", allow_custom_value=False)
+            fields["job"] = as_sent(gr.Dropdown([], label="Video", allow_custom_value=False))
         with gr.Column(visible=False) as self.of_file:
             fields["file"] = latents_upload(label="latents.safetensors of a job, here or elsewhere", height=130)
         with gr.Row(elem_id="compare-random") as self.of_noise:

@@ -14,9 +14,11 @@ import gradio as gr
 from gradio.blocks import BlockFunction
 from gradio.context import Context, LocalContext
 from gradio.exceptions import ComponentProcessingError
+from gradio.state_holder import SessionState
 from gradio.utils import get_upload_folder
 
 REFUSED = "Upload the file itself: this server takes no addresses and no files of its own."
+NO_CHOICE = "This choice is not known here any more. Reload the page."
 
 
 def refused(words: str = REFUSED) -> gr.Error:
@@ -42,9 +44,10 @@ def refuse_in_words() -> None:
                 f"The call has {len(inputs)} values and needs {len(block_fn.inputs)}; null means the default."
             )
         try:
+            _stay_as_sent(block_fn, rest[0] if rest else None)
             return await preprocess(block_fn, inputs, *rest, **options)
         except gr.Error as error:
-            raise refused(error.message) from error
+            raise refused(NO_CHOICE if "list of choices" in error.message else error.message) from error
         except ComponentProcessingError as error:
             raise refused("A field holds a value that it does not take. Fill it in again.") from error
         except (ValueError, OSError) as error:
@@ -61,6 +64,13 @@ def as_sent(field: gr.components.Component) -> gr.components.Component:
     """
     field.preprocess = lambda payload: payload
     return field
+
+
+def _stay_as_sent(block_fn: BlockFunction, state: SessionState | None) -> None:
+    """What `as_sent` did holds for the component, too, that Gradio made anew for a session."""
+    for field in block_fn.inputs:
+        if state is not None and "preprocess" in vars(field) and field._id in state:
+            state[field._id].preprocess = field.preprocess
 
 
 def first_frame(**options: Any) -> gr.Image:

@@ -165,7 +165,7 @@ class GenerateTab:
 
     def look(self, values: Values) -> dict[Any, Any]:
         """What a page that follows a job has to change."""
-        job = values[self.job]
+        job = words.sent_text(values[self.job])
         state = self._find(job)
         fresh = self._fragments(state) | ({} if state or not job else self._lost(job))
         busy = state is not None and not state.over
@@ -285,6 +285,7 @@ class GenerateTab:
 
     def tell_hint(self, prompt: str) -> str:
         """Words that the model does not know, slips in a JSON description, how many tokens it is."""
+        prompt = words.sent_text(prompt)
         try:
             tokens = self.engine.count_tokens(prompt)
         except EngineError as error:

@@ -97,7 +97,7 @@ class HistoryTab:
 
     def open(self, event: gr.EventData) -> tuple[str, gr.Tabs]:
         """Play a video in the page's player."""
-        return str(event.job), gr.Tabs(selected="generate")
+        return words.sent_text(_sent(event, "job")), gr.Tabs(selected="generate")
 
     def open_comparison(self, event: gr.EventData) -> tuple[str, gr.Tabs]:
         """Show a comparison on its tab."""
@@ -114,7 +114,7 @@ class HistoryTab:
     def _change(self, change: Any, event: gr.EventData) -> Changed:
         note = ""
         try:
-            change(event.job)
+            change(_sent(event, "job"))
         except EngineError as error:
             note = render.refusal(str(error))
         return *self._look(_page(event)), note
@@ -122,7 +122,7 @@ class HistoryTab:
     def use(self, values: Values, event: gr.EventData) -> dict[Any, Any]:
         """Put the settings of a video of the list into the form, its first frame too."""
         try:
-            state = self.jobs.snapshot(event.job)
+            state = self.jobs.snapshot(_sent(event, "job"))
             if state is None:
                 raise RequestError("This video is not here any more.")
             asked = check_settings(state.request, self.preset)
@@ -133,6 +133,8 @@ class HistoryTab:
     def use_file(self, values: Values) -> dict[Any, Any]:
         """Put the settings that a file holds into the form."""
         try:
+            if not values[self.file]:
+                raise RequestError("There is no file. Add one.")
             asked = read_settings_file(Path(values[self.file]), self.preset)
         except EngineError as error:
             return self._refuse(values, error)
@@ -152,4 +154,10 @@ class HistoryTab:
 
 
 def _page(event: gr.EventData) -> int:
-    return event.page if isinstance(event.page, int) else 0
+    page = _sent(event, "page")
+    return page if isinstance(page, int) else 0
+
+
+def _sent(event: gr.EventData, name: str) -> Any:
+    """What came with an event, None for what did not."""
+    return event._data.get(name) if isinstance(event._data, dict) else None

@@ -83,3 +83,9 @@ def step_cache(figures: Mapping[str, Any] | None) -> str:
         return ""
     skipped = f"skipped {figures['share']:.0%} of {figures['passes']} passes (threshold {figures['threshold']:g})"
     return f"{skipped}, {figures['psnr']:.0f} dB from full at 50 steps" if figures["psnr"] else skipped
+
+
+def sent_text(value: object) -> str:
+    """Text that a page sent. It may be forged: what is no text, or half a character, counts as nothing."""
+    whole = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+    return value if whole else ""

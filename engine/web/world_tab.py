@@ -19,7 +19,7 @@ from engine.jobs import Jobs
 from engine.record import LAST_FRAME
 from engine.web import render, words
 from engine.web import world_render as show
-from engine.web.files import first_frame
+from engine.web.files import NO_CHOICE, as_sent, first_frame
 from engine.web.form import unknown_words
 from engine.web.generate_tab import ASKS, PLAIN, QUIET, TICK_SECONDS
 from engine.web.world_form import WorldForm
@@ -60,7 +60,7 @@ class WorldTab:
             self.back = gr.Button("Step back", visible=False, size="sm", min_width=110)
             self.fresh = gr.Button("Begin anew", visible=False, size="sm", min_width=110)
         with gr.Accordion("Begin elsewhere", open=True) as self.begin:
-            self.video = gr.Dropdown([], label="The end of a video made here", visible=self.listed)
+            self.video = as_sent(gr.Dropdown([], label="The end of a video made here", visible=self.listed))
             self.image = first_frame(label="A picture", height=150, elem_id="world-picture")
         self.actions = [
             gr.Textbox(
@@ -127,7 +127,7 @@ class WorldTab:
         """Let a button of another tab bring the visitor here, to go on from that tab's job."""
 
         def come(values: Values) -> dict[Any, Any]:
-            return self._go_on(values, values[job]) | {tabs: gr.Tabs(selected="world")}
+            return self._go_on(values, words.sent_text(values[job])) | {tabs: gr.Tabs(selected="world")}
 
         button.click(come, {job, self.place, *self._shown()}, {tabs, *self.actions, *self._moved()}, **QUIET)
 
@@ -158,7 +158,8 @@ class WorldTab:
     def _place(self, values: Values) -> dict[str, str]:
         """Where this browser is; what it sends is not trusted."""
         place = values[self.place]
-        return NOTHING | {key: str(place.get(key) or "") for key in NOTHING} if isinstance(place, dict) else NOTHING
+        sent = place if isinstance(place, dict) else {}
+        return {key: words.sent_text(sent.get(key)) for key in NOTHING}
 
     def _group(self, place: Mapping[str, str]) -> list[JobState]:
         return self.jobs.of_group(place["group"]) if place["group"] else []
@@ -216,7 +217,11 @@ class WorldTab:
 
     def begin_with(self, values: Values) -> dict[Any, Any]:
         """Go on from the end of a video of the list."""
-        return self._go_on(values, values[self.video])
+        job = values[self.video]
+        # The list may be older than this server.
+        if job is not None and self.jobs.snapshot(job) is None:
+            return {self.messages: render.refusal(NO_CHOICE)}
+        return self._go_on(values, job)
 
     def chooser(self, k: int) -> Any:
         """What a click on "Go on from ..." does."""

@@ -673,7 +673,7 @@ def test_what_a_field_of_numbers_holds_reaches_the_engine_which_refuses_it_in_wo
 
 def test_a_fault_of_another_field_is_not_taken_for_an_upload(built, page):
     function = next(found for found in built.demo.fns.values() if found.fn == page.tell_plan)
-    with pytest.raises(gr.Error, match="not in the list of choices"):
+    with pytest.raises(gr.Error, match="not known here any more"):
         preprocessed(built, function, decoder=["x"])
 
 
