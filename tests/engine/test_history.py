@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import time
-from types import SimpleNamespace
 
 import gradio as gr
 import pytest
@@ -52,7 +51,7 @@ def made(jobs, **values):
 
 def click(job="", page=0):
     """What a button of the list sends."""
-    return SimpleNamespace(job=job, page=page)
+    return gr.EventData(None, {"job": job, "page": page})
 
 
 def form(tab, **fields):
