@@ -101,7 +101,7 @@ class HistoryTab:
 
     def open_comparison(self, event: gr.EventData) -> tuple[str, gr.Tabs]:
         """Show a comparison on its tab."""
-        return str(event.job), gr.Tabs(selected="compare")
+        return words.sent_text(_sent(event, "job")), gr.Tabs(selected="compare")
 
     def delete(self, event: gr.EventData) -> Changed:
         """Remove a job that is over, with its folder."""

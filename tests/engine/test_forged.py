@@ -57,7 +57,7 @@ def test_a_prompt_that_is_no_text_has_no_hint(served, page, value):
 @pytest.mark.parametrize(
     "event", [None, {}, 5, "x", {"job": HALF, "page": -5}, {"job": 5, "page": 10**30}, {"job": []}]
 )
-@pytest.mark.parametrize("name", ["turn", "delete", "stop", "open", "use"])
+@pytest.mark.parametrize("name", ["turn", "delete", "stop", "open", "open_comparison", "use"])
 def test_an_event_without_its_data_is_told_in_words(served, page, name, event):
     assert send(served, page, name, event).status_code == 200
     assert served.jobs.snapshot(served.job)
