@@ -5,6 +5,7 @@ One ASGI layer around the whole server, so that no route can be forgotten.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -128,6 +129,9 @@ class Gate:
             if begun:
                 raise
             await _too_large(limit)(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only the server does this, when it ends and a page has kept its connection: no fault to be shown at length.
+            log.debug("%s was cut off", scope["path"])
 
 
 def _own_file(path: str) -> bool:

@@ -776,7 +776,8 @@ def test_the_real_program_over_the_real_engine(toy_checkpoint, tmp_path):
         port = str(free.getsockname()[1])
     command = [sys.executable, "app.py", "--preset", "tiny", "--checkpoint", str(toy_checkpoint), "--devices", "cpu"]
     command += ["--port", port, "--host", "127.0.0.1", "--outputs", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    said = tmp_path / "said.txt"
+    with said.open("w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             until(lambda: answers(f"{url}/readyz"), seconds=120)
@@ -785,8 +786,10 @@ def test_the_real_program_over_the_real_engine(toy_checkpoint, tmp_path):
             )
             assert probe(Path(path)).frames == stats["frames"] == 5
         finally:
+            # The client still holds its connection, as a page does.
             process.send_signal(signal.SIGINT)
             process.wait(30)
+    assert "Traceback" not in said.read_text()
 
 
 class Kept(logging.Handler):
