@@ -32,36 +32,51 @@ class Admission:
         self._owners: dict[str, str] = {}
         self._taken: dict[str, deque[float]] = {}
 
-    def check(self, client: str | None, active: Collection[str], waiting: int) -> None:
-        """Raise BusyError, in words, if a client may not queue another job.
+    def check(self, client: str | None, active: Collection[str], waiting: int, more: int = 1) -> None:
+        """Raise BusyError, in words, if a client may not queue so many more jobs.
 
         client: its address, None for the owner of the machine, whom only the length of the queue stops; active: ids of
         all jobs that wait or run; waiting: how many of them wait.
         """
         limits = self.limits
-        if limits.waiting and waiting >= limits.waiting:
-            raise BusyError(f"{_jobs(waiting)} in the queue, and no more are taken. Try again when some have finished.")
+        if limits.waiting and waiting + more > limits.waiting:
+            raise BusyError(
+                f"{_jobs(waiting)} in the queue, and no more are taken. Try again when some have finished."
+                if more == 1
+                else f"{_jobs(waiting)} in the queue, which takes {limits.waiting}; {more} more are too many. "
+                "Ask for fewer, or try again when some have finished."
+            )
         if client is None:
             return
         self._owners = {job: owner for job, owner in self._owners.items() if job in active}
         at_once = list(self._owners.values()).count(client)
-        if limits.at_once and at_once >= limits.at_once:
+        if limits.at_once and at_once + more > limits.at_once:
             raise BusyError(
                 f"{_jobs(at_once)} of yours waiting or running, the most that one visitor may have here at once. "
                 "Wait until one has finished, or stop one."
+                if more == 1
+                else f"{_jobs(at_once)} of yours waiting or running, and one visitor may have {limits.at_once} here at "
+                f"once; {more} more are too many. Ask for fewer, or wait until some have finished."
             )
-        self._check_hour(client)
+        self._check_hour(client, more)
 
-    def _check_hour(self, client: str) -> None:
+    def _check_hour(self, client: str, more: int) -> None:
         taken, now = self._taken.get(client, deque()), self._clock()
         while taken and taken[0] <= now - HOUR:
             taken.popleft()
-        if self.limits.per_hour and len(taken) >= self.limits.per_hour:
-            minutes = int((taken[0] + HOUR - now) // 60) + 1
-            raise BusyError(
-                f"You have started {len(taken)} jobs within an hour, the most that one visitor may here. "
-                f"Try again in {minutes} min."
-            )
+        limit = self.limits.per_hour
+        if not limit or len(taken) + more <= limit:
+            return
+        if more > limit:
+            raise BusyError(f"{more} jobs are too many: one visitor may start {limit} within an hour. Ask for fewer.")
+        minutes = int((taken[len(taken) + more - limit - 1] + HOUR - now) // 60) + 1
+        raise BusyError(
+            f"You have started {len(taken)} jobs within an hour, the most that one visitor may here. "
+            f"Try again in {minutes} min."
+            if more == 1
+            else f"You have started {len(taken)} jobs within an hour, and one visitor may start {limit}; {more} more "
+            f"are too many. Ask for fewer, or try again in {minutes} min."
+        )
 
     def take(self, client: str | None, job: str) -> None:
         """Note that a client's job was queued."""

@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,8 @@ from engine.settings import DecodeSettings
 from engine.sides import CompareRequest
 
 log = logging.getLogger(__name__)
+
+Asked = Request | DecodeRequest | CompareRequest
 
 
 @dataclass(frozen=True)
@@ -77,42 +79,59 @@ class Jobs:
         self._worker = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._worker.start()
 
-    def submit(
-        self, request: Request | DecodeRequest | CompareRequest, parent: str | None = None, group: str | None = None
-    ) -> str:
+    def submit(self, request: Asked, parent: str | None = None, group: str | None = None) -> str:
         """Queue a checked request; returns the job's id at once. The folder is there then, with the first frame in it.
 
         parent, group: see `Job`. Raises BusyError if the queue is full or the visitor has asked for too much,
         ResourceError if the folder can't be written or its disk is too full for all that waits, RequestError for a
         picture or latents that can't be read, and for a parent that is no job's id. What is refused counts for nothing.
         """
-        name = new_id()
-        job = new_job(request, id=name, folder=self.outputs / name, parent=known_id(parent), group=group)
-        # One at a time, so that nobody is admitted while another's job is not yet counted.
-        with self._door:
-            visitor = self._admit()
-            ticket = self._require_room(job)
-            self._furnish(job, request)
-            with self._changed:
-                self._admission.take(visitor, name)
-                self._states[name], self._tickets[name] = job, ticket
-        self._waiting.put(name)
-        return name
+        return self.submit_all([request], parent, group)[0]
 
-    def _admit(self) -> str | None:
-        """The visitor, if another job may be queued for it."""
+    def submit_all(self, requests: Sequence[Asked], parent: str | None = None, group: str | None = None) -> list[str]:
+        """Queue all of these requests or, if one of them is refused, none; their ids in order. Else as `submit`."""
+        common = {"parent": known_id(parent), "group": group}
+        names = [new_id() for _ in requests]
+        jobs = [new_job(r, id=n, folder=self.outputs / n, **common) for r, n in zip(requests, names, strict=True)]
+        # One caller at a time, so that nobody is admitted while another's job is not yet counted.
+        with self._door:
+            visitor = self._admit(len(jobs))
+            tickets = self._require_room(jobs)
+            self._furnish_all(jobs, requests)
+            with self._changed:
+                for job, ticket in zip(jobs, tickets, strict=True):
+                    self._admission.take(visitor, job.id)
+                    self._states[job.id], self._tickets[job.id] = job, ticket
+        for name in names:
+            self._waiting.put(name)
+        return names
+
+    def _admit(self, more: int) -> str | None:
+        """The visitor, if so many more jobs may be queued for it."""
         visitor = self._visitor()
         with self._changed:
             active = {name for name, state in self._states.items() if not state.over}
-            self._admission.check(visitor, active, self.waiting)
+            self._admission.check(visitor, active, self.waiting, more)
         return visitor
 
-    def _require_room(self, job: Job) -> Ticket:
-        ticket = Ticket(room(job))
+    def _require_room(self, jobs: Sequence[Job]) -> list[Ticket]:
+        tickets = [Ticket(room(job)) for job in jobs]
         with self._changed:
             promised = sum(other.room for other in self._tickets.values())
-        disk.require(self.outputs, ticket.room + promised, "This job and those before it" if promised else "This job")
-        return ticket
+        these, it = ("This job", "it") if len(jobs) == 1 else (f"These {len(jobs)} jobs", "them")
+        what = f"{these} and those before {it}" if promised else these
+        disk.require(self.outputs, sum(ticket.room for ticket in tickets) + promised, what)
+        return tickets
+
+    def _furnish_all(self, jobs: Sequence[Job], requests: Sequence[Asked]) -> None:
+        """All folders or none."""
+        try:
+            for job, request in zip(jobs, requests, strict=True):
+                self._furnish(job, request)
+        except Exception:
+            for job in jobs:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            raise
 
     def decode_again(self, job: str, settings: DecodeSettings) -> str:
         """Queue another decode of a video's latents; returns the new job's id at once. Errors as of `submit`."""
@@ -120,7 +139,7 @@ class Jobs:
         return self.submit(again.of_job(source, settings), parent=source and source.parent)
 
     @staticmethod
-    def _furnish(job: Job, request: Request | DecodeRequest | CompareRequest) -> None:
+    def _furnish(job: Job, request: Asked) -> None:
         """Make the job's folder, with what may be gone by the time that it runs: uploads are kept for a day."""
         try:
             job.folder.mkdir(parents=True)
@@ -129,10 +148,7 @@ class Jobs:
             if isinstance(request, DecodeRequest) and request.source is None:
                 shutil.copyfile(request.latents, job.latents)
             store.save(job)
-        except Exception as error:
-            shutil.rmtree(job.folder, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
+        except OSError as error:
             raise ResourceError(
                 f"The output folder {job.folder} can't be written to ({error}). Make it writable and see that its disk "
                 "is not full, or choose another one (ENGINE_OUTPUTS)."

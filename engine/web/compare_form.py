@@ -13,8 +13,8 @@ from engine.job_id import JOB_ID
 from engine.record import read_json, video_size
 from engine.settings import DecodeSettings
 from engine.shapes import SPATIAL_FACTOR, latent_frames, nearest_frames
-from engine.sides import CompareRequest, Option, RandomLatents, open_latents, parse_side
-from engine.web.form import parse_size
+from engine.sides import SIDES, CompareRequest, Option, RandomLatents, open_latents, parse_side
+from engine.web.form import parse_size, size_menu, size_value
 
 LATENTS = "latents.safetensors"
 SOURCES = {"Random latents": "random", "A video made here": "job", "A file of latents": "file"}
@@ -112,8 +112,30 @@ def start_form(engine: Engine) -> CompareForm:
     reference = "reference:fp32" if "reference:fp32" in names else names[-1]
     # The reference takes its time, and without a kernel so does the other side.
     frames = min(preset.defaults.frames, FRAMES if has_kernel(options) else FRAMES_SLOW)
-    size = f"{preset.defaults.height}x{preset.defaults.width}"
-    return CompareForm("random", None, None, preset.defaults.seed or 0, size, frames, BEST, reference)
+    size, seed = size_value(preset.defaults), preset.defaults.seed or 0
+    return CompareForm("random", None, None, seed, size, frames, BEST, reference)
+
+
+def fields_of(engine: Engine, request: CompareRequest, outputs: Path) -> dict[str, Any]:
+    """The fields that say what a comparison was asked for, by name, as far as the form can say it: a file that was
+    uploaded is not there any more."""
+    menu = [value for _, value in decoder_menu(engine)]
+    sides = {name: Option(getattr(request, name), "").value for name in SIDES}
+    fields: dict[str, Any] = {name: value for name, value in sides.items() if value in menu}
+    latents = request.latents
+    if isinstance(latents, RandomLatents):
+        fields |= {"source": "random", "seed": latents.seed, "frames": latents.frames}
+        size = size_value(latents)
+        return fields | ({"size": size} if size in [value for _, value in random_sizes(engine)] else {})
+    if latents.parent.parent == outputs and latents.name == LATENTS:
+        fields |= {"source": "job", "job": latents.parent.name}
+    return fields | ({"frames": request.frames} if request.frames else {})
+
+
+def random_sizes(engine: Engine) -> list[tuple[str, str]]:
+    """The menu of sizes, with the one that the tab begins with."""
+    sizes, start = size_menu(engine.preset), size_value(engine.preset.defaults)
+    return sizes if start in [value for _, value in sizes] else [*sizes, (start, start)]
 
 
 def decoder_menu(engine: Engine) -> list[tuple[str, str]]:

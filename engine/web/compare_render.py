@@ -12,7 +12,7 @@ from engine.engine import Readiness
 from engine.job import CompareState
 from engine.memory import in_words
 from engine.shapes import SPATIAL_FACTOR, video_frames
-from engine.sides import SIDES, Option
+from engine.sides import SIDES, CompareRequest, Option, RandomLatents
 from engine.web import words
 from engine.web.compare_form import has_kernel
 
@@ -20,7 +20,10 @@ DOING = {"measure": "frames before rounding", "decode": "frames as delivered, ti
 # How much of a side each of its stages is, and how much lies before it.
 SHARES = {"measure": (0.0, 0.5), "decode": (0.5, 0.45), "file": (0.95, 0.05)}
 
-EMPTY = '<p class="nothing">Both videos, their difference and the figures of every frame appear here.</p>'
+EMPTY = (
+    '<p class="nothing">Choose latents and two decoders, then press Compare.<br>Both videos, their difference and the '
+    "figures of every frame appear here.</p>"
+)
 
 
 def decoder(path: str, precision: str) -> str:
@@ -64,6 +67,14 @@ def readiness(now: Readiness) -> str:
 def refusal(text: str) -> str:
     """Why the form can't be sent as it is."""
     return f'<p class="message error" role="alert">{escape(text)}</p>'
+
+
+def lost(job: str) -> str:
+    """What to say of a comparison that this server doesn't know."""
+    return (
+        f'<p class="message">The comparison {escape(job)} is not known here. It may have been deleted, by somebody or '
+        "to make room.</p>"
+    )
 
 
 def progress(state: CompareState) -> str:
@@ -134,13 +145,21 @@ def result(state: CompareState) -> str:
     if not state.result:
         return ""
     found = state.result
-    parts = [_verdict(found["verdict"]), _table(found), _figures(found["figures"])]
+    parts = [_compared(state.request, found), _verdict(found["verdict"]), _table(found), _figures(found["figures"])]
     address = f"compare/{escape(state.id)}.json?download=1"
     return (
         "".join(parts)
         + '<p class="actions"><a class="button" href="'
         + f'{address}" download="compare.json">Download the figures as JSON</a></p>'
     )
+
+
+def _compared(request: CompareRequest, found: Mapping[str, Any]) -> str:
+    """Which latents, and how much of them."""
+    latents = request.latents
+    name = f"random latents, seed {latents.seed}" if isinstance(latents, RandomLatents) else latents.name
+    extent = f"{words.counted(found['frames'], 'frame')}, {words.pixels(found['height'], found['width'])}"
+    return f'<p class="compared">{escape(request.source or name)}; {extent}</p>'
 
 
 def _verdict(verdict: Mapping[str, Any] | None) -> str:

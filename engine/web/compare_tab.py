@@ -15,10 +15,22 @@ from engine.jobs import Jobs
 from engine.web import compare_render as render
 from engine.web import lent
 from engine.web.compare_api import latents_upload
-from engine.web.compare_form import SOURCES, CompareForm, decoder_menu, saved_videos, start_form
+from engine.web.compare_form import (
+    SOURCES,
+    CompareForm,
+    decoder_menu,
+    fields_of,
+    random_sizes,
+    saved_videos,
+    start_form,
+)
 from engine.web.files import as_sent
-from engine.web.form import size_menu
 
+# The comparison that the address named when the page was opened; without one there, the one that this browser saw last.
+FIND_JOB = """(job) => [
+    new URL(performance.getEntriesByType("navigation")[0].name).searchParams.get("compare") || job
+]"""
+SHOW_JOB = "(job) => window.page?.stand('compare', { compare: job })"
 TICK_SECONDS = 0.7
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 ASKS: dict[str, Any] = QUIET | lent.ASKING
@@ -62,11 +74,8 @@ class CompareTab:
         with gr.Column(visible=False) as self.of_file:
             fields["file"] = latents_upload(label="latents.safetensors of a job, here or elsewhere", height=130)
         with gr.Row(elem_id="compare-random") as self.of_noise:
-            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, minimum=0, min_width=120)
-            sizes = size_menu(preset)
-            if start.size not in dict((value, label) for label, value in sizes):
-                sizes.append((start.size, start.size))
-            fields["size"] = gr.Dropdown(sizes, value=start.size, label="Size", min_width=140)
+            fields["seed"] = gr.Number(start.seed, label="Seed", precision=0, min_width=120)
+            fields["size"] = gr.Dropdown(random_sizes(self.engine), value=start.size, label="Size", min_width=140)
         longest = preset.limits.frames
         fields["frames"] = gr.Slider(1, longest, start.frames, step=4, label="Frames from the start")
         with gr.Row():
@@ -88,12 +97,16 @@ class CompareTab:
         form, shown = set(self.fields.values()), {self.model, self.strip, self.messages, self.view, self.result}
         buttons = {self.go, self.stop, self.timer}
         self._follow = {"inputs": {self.job, *shown}, "outputs": {*shown, *buttons}, **QUIET}
-        gr.on([demo.load, self.timer.tick], self.look, **self._follow)
+        kept = {field for name, field in self.fields.items() if name != "file"}
+        found = demo.load(None, self.job, self.job, js=FIND_JOB)
+        found.then(self.reopen, {self.job, *kept, *shown}, {self.job, *kept, *shown, *buttons}, **QUIET)
+        gr.on([self.job.change, self.tab.select], None, self.job, js=SHOW_JOB)
+        self.timer.tick(self.look, **self._follow)
         self.go.click(self.start, {self.job, *form, *shown}, {self.job, self.plan, *shown, *buttons}, **ASKS)
         self.stop.click(self.cancel, self.job, self.stop, **QUIET)
         source = self.fields["source"]
         groups = [self.of_job, self.of_file, self.of_noise]
-        source.change(self.choose, source, [*groups, self.fields["job"]], **QUIET)
+        source.change(self.choose, [source, self.fields["job"]], [*groups, self.fields["job"]], **QUIET)
         # The time is known once the model is loaded, and better once a comparison is over.
         changes = [field.change for field in (*form, self.model, self.result)]
         gr.on([self.tab.select, *changes], self.tell_plan, form, self.plan, trigger_mode="always_last", **QUIET)
@@ -104,11 +117,33 @@ class CompareTab:
 
     # What happens.
 
-    def choose(self, source: str) -> list[Any]:
-        """Show what belongs to a kind of latents."""
-        videos = saved_videos(self.jobs.outputs) if source == "job" and self.listed else []
+    def choose(self, source: str, job: str | None) -> list[Any]:
+        """Show what belongs to a kind of latents. job: the video that is chosen, if one is."""
+        videos = self._videos(source)
+        known = [value for _, value in videos]
         shown = [gr.update(visible=source == name) for name in ("job", "file", "random")]
-        return [*shown, gr.update(choices=videos, value=videos[0][1] if videos else None)]
+        chosen = job if job in known else next(iter(known), None)
+        return [*shown, gr.update(choices=videos, value=chosen)]
+
+    def _videos(self, source: str) -> list[tuple[str, str]]:
+        return saved_videos(self.jobs.outputs) if source == "job" and self.listed else []
+
+    def reopen(self, values: Values) -> dict[Any, Any]:
+        """A page was opened: follow the comparison that it knows, and put what that was asked for into the form."""
+        job = values[self.job]
+        state = self.jobs.comparison(job) if job else None
+        form = {field: values[field] for name, field in self.fields.items() if name != "file"}
+        if state is None:
+            lost = {self.messages: render.lost(str(job)), self.job: ""} if job else {}
+            return self.look(values) | form | lost
+        asked = fields_of(self.engine, state.request, self.jobs.outputs)
+        videos = self._videos(asked.get("source", ""))
+        if "job" in asked and asked["job"] not in [value for _, value in videos]:
+            del asked["source"], asked["job"]
+        form |= {self.fields[name]: value for name, value in asked.items()}
+        if "job" in asked:
+            form[self.fields["job"]] = gr.update(choices=videos, value=asked["job"])
+        return self.look(values) | form
 
     def tell_plan(self, values: Values) -> str:
         """What a click would start and cost, or why it would be refused."""

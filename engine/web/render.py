@@ -123,12 +123,17 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
     if estimate is None:
         return f'<p class="plan">{picture}. How long it takes is known once the model is loaded.</p>'
     hint = " A shorter video, a smaller size or fewer steps are quicker." if estimate.total > LONG_WAIT else ""
-    memory = f" Needs about {in_words(estimate.bytes)} of memory." if estimate.bytes else ""
     return (
         f'<p class="plan" title="Reckoned by {escape(estimate.basis)}">{picture}. '
         f"<strong>Takes about {words.roughly(estimate.total)}</strong> on this machine: "
-        f"{words.roughly(estimate.denoise)} of steps, {words.roughly(estimate.decode)} of decoding.{memory}{hint}</p>"
+        f"{words.roughly(estimate.denoise)} of steps, {words.roughly(estimate.decode)} of decoding."
+        f"{memory(estimate)}{hint}</p>"
     )
+
+
+def memory(estimate: Estimate) -> str:
+    """What the work will hold at its peak, as a sentence; nothing where that is not known."""
+    return f" Needs about {in_words(estimate.bytes)} of memory." if estimate.bytes else ""
 
 
 def note(text: str) -> str:

@@ -17,6 +17,10 @@ START = (
     "video made here. Write down up to four things that could happen next, and see each of them. Then choose the one "
     "to go on from.</p></div>"
 )
+LOST = (
+    '<p class="message">A video that this place names is not known here. It may have been deleted, by somebody or to '
+    "make room.</p>"
+)
 
 
 def story(chain: Sequence[JobState], fps: int) -> str:
@@ -49,21 +53,23 @@ def seen(state: JobState | None, steps: int) -> str:
     )
 
 
-def candidates(states: Sequence[JobState], fps: int) -> str:
-    """The videos that are being made, each in its place; in step with each other once all are over."""
+def candidates(states: Sequence[JobState], fps: int, found_again: bool = True) -> str:
+    """The videos that are being made, each in its place; in step with each other once all are over.
+
+    found_again: as of `render.player`."""
     if not states:
         return ""
     videos = [state for state in states if state.video]
     if len(videos) > 1 and all(state.over for state in states):
         return _together(videos, fps)
-    cells = "".join(_cell(state, letter, fps) for state, letter in zip(states, LETTERS, strict=False))
+    cells = "".join(_cell(state, letter, fps, found_again) for state, letter in zip(states, LETTERS, strict=False))
     return f'<div class="cells{" one" if len(states) == 1 else ""}">{cells}</div>'
 
 
-def _cell(state: JobState, letter: str, fps: int) -> str:
+def _cell(state: JobState, letter: str, fps: int, found_again: bool) -> str:
     poster = (state.folder / "thumbnail.jpg").is_file()
     return (
-        f'<figure class="cell">{render.player(state, fps, poster)}<figcaption><b>{letter}</b> '
+        f'<figure class="cell">{render.player(state, fps, poster, found_again)}<figcaption><b>{letter}</b> '
         f'{escape(state.request.prompt)}<span class="now {state.status}">{escape(render.sentence(state, fps))}</span>'
         "</figcaption></figure>"
     )
@@ -80,11 +86,11 @@ def _together(videos: Sequence[JobState], fps: int) -> str:
     )
 
 
-def messages(states: Sequence[JobState]) -> str:
-    """Warnings and errors of the candidates; one that several share is said once."""
+def messages(states: Sequence[JobState], lost: bool = False) -> str:
+    """Warnings and errors of the candidates; one that several share is said once. lost: something is not known."""
     warnings = dict.fromkeys(text for state in states for text in state.warnings)
     errors = dict.fromkeys(state.error for state in states if state.status == "failed" and state.error)
-    return render.messages(warnings) + "".join(render.refusal(text) for text in errors)
+    return (LOST if lost else "") + render.messages(warnings) + "".join(render.refusal(text) for text in errors)
 
 
 def plan(requests: Sequence[Request], fps: int, estimate: Estimate | None) -> str:
@@ -93,4 +99,5 @@ def plan(requests: Sequence[Request], fps: int, estimate: Estimate | None) -> st
     if estimate is None:
         return f'<p class="plan">{count}. How long it takes is known once the model is loaded.</p>'
     each = " each, one after the other" if len(requests) > 1 else ""
-    return f'<p class="plan">{count}. <strong>Takes about {words.roughly(estimate.total)}</strong>{each}.</p>'
+    takes = f"<strong>Takes about {words.roughly(estimate.total)}</strong>{each}."
+    return f'<p class="plan">{count}. {takes}{render.memory(estimate)}</p>'

@@ -17,13 +17,21 @@ from engine.errors import EngineError
 from engine.job import JobState
 from engine.jobs import Jobs
 from engine.record import LAST_FRAME
-from engine.web import render, words
+from engine.web import render, words, zero
 from engine.web import world_render as show
 from engine.web.files import NO_CHOICE, as_sent, first_frame
 from engine.web.form import unknown_words
 from engine.web.generate_tab import ASKS, PLAIN, QUIET, TICK_SECONDS
 from engine.web.world_form import WorldForm
 
+# The place that the address named when the page was opened; without one there, where this browser was last. Scripts of
+# the page may not be there yet.
+FIND_PLACE = """(place) => {
+    const asked = new URL(performance.getEntriesByType("navigation")[0].name).searchParams;
+    const [from, group] = ["from", "group"].map((name) => asked.get(name) ?? "");
+    return [from || group ? { from, group } : place];
+}"""
+SHOW_PLACE = "(place) => window.page?.stand('world', place)"
 LISTED = 40
 NOTHING = {"from": "", "group": ""}
 
@@ -33,9 +41,9 @@ Values = Mapping[Any, Any]
 class WorldTab:
     """Made inside a gr.Blocks, before its tabs; `build` then adds the tab.
 
-    Nothing of a visitor is kept here: where he is stands in his browser, {"from": the video whose last frame is seen,
-    "group": the candidates that were asked for last}. engine: checks, estimates; jobs: does the work; listed: whether
-    visitors see what others made.
+    Nothing of a visitor is kept here: where he is stands in the address and in his browser, {"from": the video whose
+    last frame is seen, "group": the candidates that were asked for last}. engine: checks, estimates; jobs: does the
+    work; listed: whether visitors see what others made.
     """
 
     def __init__(self, engine: Engine, jobs: Jobs, listed: bool = True) -> None:
@@ -59,7 +67,7 @@ class WorldTab:
         with gr.Row():
             self.back = gr.Button("Step back", visible=False, size="sm", min_width=110)
             self.fresh = gr.Button("Begin anew", visible=False, size="sm", min_width=110)
-        with gr.Accordion("Begin elsewhere", open=True) as self.begin:
+        with gr.Accordion("Begin with", open=True) as self.begin:
             self.video = as_sent(gr.Dropdown([], label="The end of a video made here", visible=self.listed))
             self.image = first_frame(label="A picture", height=150, elem_id="world-picture")
         self.actions = [
@@ -76,7 +84,7 @@ class WorldTab:
             start = self.preset.defaults
             seconds = (start.frames - 1) / self.preset.fps
             self.seconds = gr.Slider(0.5, longest, seconds, step=0.5, label="Seconds", scale=4, min_width=150)
-            self.seed = gr.Number(start.seed, label="Seed of all", precision=0, minimum=0, min_width=110)
+            self.seed = gr.Number(start.seed, label="Seed of all", precision=0, min_width=110)
         self.plan = gr.HTML(elem_id="world-plan", **PLAIN)
         with gr.Row(elem_id="world-go"):
             self.go = gr.Button("See what happens", variant="primary", scale=3)
@@ -96,7 +104,10 @@ class WorldTab:
         form = {self.image, self.seconds, self.seed, *self.actions}
         shown = self._shown()
         moved = self._moved()
-        gr.on([demo.load, self.timer.tick, self.tab.select], self.look, {self.place, *shown}, moved, **QUIET)
+        found = demo.load(None, self.place, self.place, js=FIND_PLACE)
+        found.then(self.look, {self.place, *shown}, moved, **QUIET)
+        gr.on([self.timer.tick, self.tab.select], self.look, {self.place, *shown}, moved, **QUIET)
+        gr.on([self.place.change, self.tab.select], None, self.place, js=SHOW_PLACE)
         if self.listed:
             gr.on([demo.load, self.tab.select], self.list_videos, None, self.video, **QUIET)
         self.go.click(self.start, {self.place, *form, *shown}, {*moved, self.plan}, **ASKS)
@@ -120,7 +131,7 @@ class WorldTab:
         return {self.seen, self.story, self.candidates, self.messages}
 
     def _moved(self) -> set[Any]:
-        buttons = {self.stop, self.timer, self.back, self.fresh, self.begin, *self.choices}
+        buttons = {self.go, self.stop, self.timer, self.back, self.fresh, self.begin, *self.choices}
         return {self.place, *self._shown(), *buttons}
 
     def come_from(self, button: gr.Button, job: gr.BrowserState, tabs: gr.Tabs) -> None:
@@ -137,21 +148,22 @@ class WorldTab:
         """What a page has to change."""
         place = self._place(values)
         states, chain = self._group(place), self._chain(place)
-        busy = any(not state.over for state in states)
+        begun, busy = bool(chain or states), any(not state.over for state in states)
         fresh = {
             self.seen: show.seen(chain[-1] if chain else None, len(chain)),
             self.story: show.story(chain, self.preset.fps) if chain or not states else "",
-            self.candidates: show.candidates(states, self.preset.fps),
-            self.messages: show.messages(states),
+            self.candidates: show.candidates(states, self.preset.fps, not zero.while_running(self.engine)),
+            self.messages: show.messages(states, self._is_lost(place, states)),
         }
         ready = [not busy and (state.folder / LAST_FRAME).is_file() for state in states]
         ready += [False] * (MAX_BRANCHES - len(ready))
         return {part: html for part, html in fresh.items() if html != values[part]} | {
             **{button: gr.Button(visible=there) for button, there in zip(self.choices, ready, strict=True)},
+            self.go: gr.Button(interactive=not busy),
             self.stop: gr.Button(interactive=busy and not all(state.stopping for state in states if not state.over)),
             self.back: gr.Button(visible=bool(chain) and not busy),
-            self.fresh: gr.Button(visible=bool(chain or states) and not busy),
-            self.begin: gr.Accordion(open=not chain and not states),
+            self.fresh: gr.Button(visible=begun and not busy),
+            self.begin: gr.Accordion(label="Begin elsewhere" if begun else "Begin with", open=not begun),
             self.timer: gr.Timer(active=busy),
         }
 
@@ -166,6 +178,10 @@ class WorldTab:
 
     def _chain(self, place: Mapping[str, str]) -> list[JobState]:
         return lineage(self.jobs.snapshot, place["from"]) if place["from"] else []
+
+    def _is_lost(self, place: Mapping[str, str], states: list[JobState]) -> bool:
+        """Whether a place names what this server doesn't know."""
+        return bool((place["from"] and not self._seen(place)) or (place["group"] and not states))
 
     def _move(self, values: Values, **place: str) -> dict[Any, Any]:
         moved = NOTHING | place
@@ -186,13 +202,13 @@ class WorldTab:
         )
 
     def start(self, values: Values) -> dict[Any, Any]:
-        """Check every candidate, then queue them all. What is refused is said at once, and nothing else changes."""
+        """Check every candidate, then queue all or none. What is refused is said at once, and nothing else changes."""
         place = self._place(values)
         try:
-            requests = self._read(values).requests(self.engine, self._seen(place))
+            seen = self._seen(place)
+            requests = self._read(values).requests(self.engine, seen)
             group = secrets.token_hex(8)
-            for request in requests:
-                self.jobs.submit(request, parent=place["from"] or None, group=group)
+            self.jobs.submit_all(requests, parent=seen and seen.id, group=group)
         except EngineError as error:
             return {self.plan: render.refusal(str(error))}
         return self._move(values, **{"from": place["from"], "group": group})

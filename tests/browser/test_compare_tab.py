@@ -52,6 +52,10 @@ def set_frames(page, frames):
     field.blur()
 
 
+def seed(page):
+    return page.locator("#compare-random").get_by_label("Seed")
+
+
 def compare(page):
     """Press Compare and wait for the view, its videos ready."""
     page.locator("#compare-go").get_by_role("button", name="Compare").click()
@@ -192,8 +196,29 @@ def test_the_table_says_what_ran_and_the_figures_can_be_had_as_json(open_tab, tm
     figures = json.loads((tmp_path / "compare.json").read_text())["figures"]
     assert len(figures["per_frame"]) == 9 and figures["psnr"] > 100
     page.reload()
-    page.get_by_role("tab", name="Compare").click()
     ready(page)
+
+
+def test_the_address_finds_a_comparison_and_what_it_was_asked_for(open_tab, chromium):
+    page = open_tab()
+    seed(page).fill("77")
+    set_frames(page, 5)
+    compare(page)
+    assert page.locator(".compared").inner_text() == "random latents, seed 77; 5 frames, 96 x 64"
+    page.wait_for_function("/^\\?tab=compare&compare=[\\w-]+$/.test(location.search)")
+    other = chromium.new_context(viewport=WIDE).new_page()
+    other.goto(page.url)
+    ready(other)
+    assert seed(other).input_value() == "77"
+    assert other.get_by_label("number input for Frames from the start").input_value() == "5"
+    other.context.close()
+
+
+def test_a_seed_that_is_none_is_refused_where_it_is_seen(open_tab):
+    page = open_tab()
+    seed(page).fill("-5")
+    page.locator("#compare-go").get_by_role("button", name="Compare").click()
+    page.locator("#compare-plan").get_by_text("seed = -5").wait_for()
 
 
 def test_identical_sides_are_infinite(open_tab):

@@ -115,6 +115,14 @@ def test_a_video_plays_while_it_is_made_and_then_once_more(served, open_page, tm
     assert served.jobs.snapshot(again).request.prompt == "a blue star"
 
 
+def test_a_phone_that_opens_the_address_of_a_video_shows_the_video(served, open_page):
+    served.engine.pace = Pace(chunk=0.5)
+    job = served.jobs.submit(served.engine.preset.request(prompt=PROMPT, frames=97, steps=2))
+    page = open_page(f"/?job={job}", viewport=PHONE, is_mobile=True, has_touch=True)
+    page.wait_for_function("Math.abs(document.getElementById('watch').getBoundingClientRect().top) < 60")
+    assert not served.jobs.snapshot(job).over
+
+
 def test_stop_keeps_what_is_there_and_no_text_becomes_code(served, open_page):
     served.engine.pace = Pace(chunk=0.5, warning=EVIL)
     page = open_page()

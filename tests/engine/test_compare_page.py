@@ -288,3 +288,69 @@ def test_the_api_reads_no_file_of_the_server(served, latents, tmp_path):
     assert "event: error" in answer and "event: complete" not in answer
     assert "Upload the file itself" in answer
     assert len(served.jobs.comparisons()) == before
+
+
+# ---- what was compared, and the form after a reload
+
+
+def test_the_result_says_what_was_compared(done):
+    html = render.result(done)
+    assert "random latents, seed 7; 5 frames, 96 x 64" in Elements(html).text
+    assert html.index("random latents") < html.index('class="verdict')
+    named = dataclasses.replace(done, request=dataclasses.replace(done.request, source=EVIL))
+    assert "<script>" not in render.result(named) and EVIL in Elements(render.result(named)).text
+
+
+@pytest.fixture
+def tab(served):
+    with gr.Blocks() as demo:
+        tab = CompareTab(served.engine, served.jobs)
+        tab.build(demo)
+    return tab
+
+
+def values(tab, job):
+    shown = dict.fromkeys((tab.model, tab.strip, tab.messages, tab.view, tab.result), "")
+    return shown | {tab.job: job} | {field: field.value for field in tab.fields.values()}
+
+
+def test_a_page_that_is_opened_again_shows_what_was_asked_for(tab, done):
+    told = tab.reopen(values(tab, done.id))
+    form = {name: told[field] for name, field in tab.fields.items() if name != "file"}
+    # The menu has no reference with a precision of its own choice, so that side stays as it was.
+    asked = {"source": "random", "seed": 7, "frames": 5, "size": "64x96", "a": "auto:auto", "b": "reference:fp32"}
+    assert form == {"job": None, **asked}
+    assert done.id in told[tab.view]
+
+
+def test_the_video_whose_latents_were_compared_is_chosen_again(served, tab):
+    folder = served.jobs.outputs / "20260101-000000-bbbbbbbb"
+    folder.mkdir()
+    save_latents(folder / "latents.safetensors", draw_noise(3, (1, 48, 2, 4, 6)), {})
+    asked = form(served, source="job", job=folder.name, frames=5, a="plain:bf16")
+    request, _ = asked.request(served.engine, served.jobs.outputs)
+    job = served.jobs.wait(served.jobs.submit(request))
+    told = tab.reopen(values(tab, job.id))
+    chosen = told[tab.fields["job"]]
+    assert (told[tab.fields["source"]], chosen["value"], told[tab.fields["a"]]) == ("job", folder.name, "plain:bf16")
+    assert tab.choose("job", folder.name)[-1]["value"] == folder.name
+    # Whoever may not see what others made is not told either.
+    tab.listed = False
+    told = tab.reopen(values(tab, job.id))
+    assert told[tab.fields["source"]] == "random" and told[tab.fields["job"]] is None
+
+
+@pytest.mark.parametrize("job", [EVIL, "../..", ["x"], {"a": 1}, 5])
+def test_an_address_that_names_no_comparison_says_so(tab, job):
+    told = tab.reopen(values(tab, job))
+    assert "not known here" in told[tab.messages] and "<script>" not in told[tab.messages] and told[tab.job] == ""
+
+
+def test_a_seed_that_is_none_is_refused_in_words(tab):
+    sent = values(tab, "") | {tab.fields["seed"]: tab.fields["seed"].preprocess(-5)}
+    for told in (tab.tell_plan(sent), tab.start(sent)[tab.plan]):
+        assert 'class="message error"' in told and "seed = -5" in told
+
+
+def test_an_empty_view_says_what_to_do():
+    assert "Choose" in render.EMPTY and "press Compare" in render.EMPTY

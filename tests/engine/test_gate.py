@@ -236,3 +236,30 @@ def test_what_is_remembered_of_clients_does_not_grow(monkeypatch):
         admission.check(str(number), set(), 0)
         admission.take(str(number), f"job {number}")
     assert len(admission._taken) <= 11 and len(admission._owners) <= 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (QueueLimits(waiting=3), "There are 0 jobs in the queue, which takes 3; 4 more are too many"),
+        (QueueLimits(at_once=3), "one visitor may have 3 here at once; 4 more are too many"),
+        (QueueLimits(per_hour=3), "4 jobs are too many: one visitor may start 3 within an hour"),
+    ],
+)
+def test_several_jobs_are_admitted_together_or_not_at_all(limits, words):
+    admission = Admission(limits, lambda: 0.0)
+    with pytest.raises(BusyError, match=words):
+        admission.check("a", set(), 0, 4)
+    admission.check("a", set(), 0, 3)
+
+
+def test_several_jobs_wait_until_there_is_room_for_all_in_the_hour():
+    clock = [0.0]
+    admission = Admission(QueueLimits(per_hour=3), lambda: clock[0])
+    for name in ("1", "2"):
+        admission.take("a", name)
+        clock[0] += 600
+    with pytest.raises(BusyError, match=r"started 2 jobs.*3 more are too many.*try again in 51 min"):
+        admission.check("a", set(), 0, 3)
+    with pytest.raises(BusyError, match=r"2 more are too many.*try again in 41 min"):
+        admission.check("a", set(), 0, 2)

@@ -1,5 +1,6 @@
 """Jobs outlive whoever looks at them; one runs at a time; a failure of one is no failure of the next."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -190,3 +191,15 @@ def test_a_follower_hears_of_changes_only(jobs):
     gate.set()
     follower.join()
     assert seen[-1].over
+
+
+def test_jobs_that_are_asked_for_together_are_all_queued_or_none(jobs, tmp_path):
+    queue = jobs(*WHOLE)
+    asked = [dataclasses.replace(REQUEST, prompt=text) for text in "ab"]
+    names = queue.submit_all(asked, group="g")
+    assert [state.id for state in queue.of_group("g")] == names
+    assert [queue.wait(name).request.prompt for name in names] == ["a", "b"]
+    before = set(tmp_path.iterdir())
+    with pytest.raises(RequestError):
+        queue.submit_all([*asked, dataclasses.replace(REQUEST, image=tmp_path / "nothing.png")], group="h")
+    assert queue.of_group("h") == [] and set(tmp_path.iterdir()) == before

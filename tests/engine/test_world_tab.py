@@ -1,16 +1,22 @@
 """The World tab over an engine double: chains, branches, what is refused, what is served."""
 
+import dataclasses
+
+import gradio as gr
 import httpx
 import pytest
 from PIL import Image
 
+from engine.admission import QueueLimits
 from engine.chain import chain_file
 from engine.errors import RequestError
+from engine.estimate import Estimate
 from engine.jobs import Jobs
 from engine.preset import load_preset
 from engine.video import probe
 from engine.web import world_render as show
 from engine.web.world_form import WorldForm
+from engine.web.world_tab import WorldTab
 from tests.double import Double, Pace, serve
 from tests.markup import Elements
 
@@ -170,3 +176,79 @@ def test_an_error_that_two_candidates_share_is_said_once(served, jobs):
     served.engine.pace = Pace(fail_at="denoise")
     states = [jobs.wait(jobs.submit(PRESET.request(prompt=text), group="g2")) for text in "ab"]
     assert show.messages(states).count("ran out of memory") == 1
+
+
+# ---- the handlers of the tab
+
+
+@pytest.fixture
+def tab(served, jobs):
+    """The tab, and the values of its fields as a page sends them."""
+    with gr.Blocks() as demo:
+        tab = WorldTab(served.engine, jobs)
+        tab.build(demo)
+    return tab
+
+
+def values(tab, *actions, **place):
+    blank = {tab.image: None, tab.seconds: 0.4, tab.seed: 5, tab.place: {"from": "", "group": ""} | place}
+    return blank | dict.fromkeys((tab.seen, tab.story, tab.candidates, tab.messages), "") | texts(tab, actions)
+
+
+def texts(tab, actions):
+    return dict.fromkeys(tab.actions, "") | dict(zip(tab.actions, actions, strict=False))
+
+
+def test_what_one_visitor_may_not_have_all_of_starts_nothing(served, jobs, tab, monkeypatch):
+    source = make(jobs, "a red star")
+    monkeypatch.setattr(jobs._admission, "limits", QueueLimits(at_once=3))
+    monkeypatch.setattr(jobs, "_visitor", lambda: "1.2.3.4")
+    served.engine.pace = Pace(step=0.2)
+    before = len(jobs.recent())
+    told = tab.start(values(tab, *"abcd", **{"from": source}))
+    assert set(told) == {tab.plan} and "4 more are too many" in told[tab.plan]
+    assert len(jobs.recent()) == before
+    told = tab.start(values(tab, *"abc", **{"from": source}))
+    assert [s.parent for s in jobs.of_group(told[tab.place]["group"])] == [source] * 3
+
+
+def test_while_it_runs_it_can_not_be_started_again(served, jobs, tab):
+    source = make(jobs, "a red star")
+    served.engine.pace = Pace(step=0.2)
+    told = tab.start(values(tab, "it grows", **{"from": source}))
+    assert not told[tab.go].interactive and told[tab.stop].interactive
+    (state,) = jobs.of_group(told[tab.place]["group"])
+    jobs.cancel(state.id)
+    jobs.wait(state.id)
+    assert tab.look(values(tab, **told[tab.place]))[tab.go].interactive
+
+
+def test_a_seed_that_is_none_is_refused_in_words(jobs, tab):
+    source = make(jobs, "a red star")
+    sent = values(tab, "it grows", **{"from": source}) | {tab.seed: tab.seed.preprocess(-5)}
+    for told in (tab.tell_plan(sent), tab.start(sent)[tab.plan]):
+        assert 'class="message error"' in told and "seed = -5" in told
+
+
+@pytest.mark.parametrize("place", [{"from": EVIL}, {"group": EVIL}, {"from": "../x", "group": "None"}])
+def test_an_address_that_names_nothing_known_says_so(tab, place):
+    told = tab.look(values(tab, **place))
+    assert "not known here" in told[tab.messages] and not [v for v in told.values() if "<script>" in str(v)]
+
+
+def test_a_place_that_is_no_place_is_the_beginning(tab):
+    for place in (None, "x", ["a"], 5):
+        told = tab.look(values(tab) | {tab.place: place})
+        assert "Look, act, look again" in told[tab.story] and tab.messages not in told
+
+
+def test_nothing_has_begun_before_there_is_something_to_see(jobs, tab):
+    assert tab.look(values(tab))[tab.begin].label == "Begin with"
+    assert tab.look(values(tab, **{"from": make(jobs, "a")}))[tab.begin].label == "Begin elsewhere"
+
+
+def test_the_plan_says_what_memory_it_needs(served):
+    requests = [PRESET.request(prompt=text, frames=9) for text in "ab"]
+    estimate = Estimate(1.0, 1.0, 0.0, "a test", bytes=3 * 2**30)
+    assert "Needs about 3.0 GiB of memory" in Elements(show.plan(requests, 24, estimate)).text
+    assert "memory" not in show.plan(requests, 24, dataclasses.replace(estimate, bytes=None))
