@@ -130,7 +130,7 @@ class Gate:
                 raise
             await _too_large(limit)(scope, receive, send)
         except asyncio.CancelledError:
-            # Only the server does this, when it ends and a page has kept its connection: no fault to be shown at length.
+            # Only the server does this, when it ends and a page has kept its connection: no fault to show at length.
             log.debug("%s was cut off", scope["path"])
 
 
