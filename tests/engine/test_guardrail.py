@@ -158,11 +158,15 @@ def test_what_a_crash_left_unchecked_goes_at_the_next_start(tmp_path):
 
 
 def test_after_a_failure_no_more_is_said_to_be_kept_than_is(package, tmp_path):
-    jobs = Jobs(GuardedEngine(Double(PRESET, Pace(fail_at="decode")), Guardrail()), tmp_path)
-    state = jobs.wait(jobs.submit(request()))
+    engine = Double(PRESET, Pace(fail_at="decode", fail_after=0))
+    jobs = Jobs(GuardedEngine(engine, Guardrail()), tmp_path)
+    nothing = jobs.wait(jobs.submit(request()))
+    assert nothing.status == "failed" and not nothing.latents.exists()
+    assert nothing.rest() == "Its settings are kept, and nothing else. Start it again."
+    engine.pace = Pace(fail_at="decode", fail_after=1)
+    checked = jobs.wait(jobs.submit(request()))
     jobs.close()
-    assert state.status == "failed" and not state.latents.exists()
-    assert state.rest() == "Its settings are kept, and nothing else. Start it again."
+    assert checked.status == "failed" and checked.video.is_file() and checked.latents.is_file()
 
 
 def test_a_package_that_speaks_otherwise_is_refused_at_the_start(package):
@@ -177,7 +181,7 @@ def test_the_page_says_what_is_checked(package, tmp_path):
         (GuardedEngine(Double(PRESET), Guardrail()), "16 frames"),
     ):
         page = app.Page.__new__(app.Page)
-        page.engine = engine
+        page.engine, page.listed = engine, True
         assert words in page.tell_system()
 
 
