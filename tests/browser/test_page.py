@@ -53,9 +53,15 @@ def open_page(served, chromium):
 
 
 def fill(page, seconds=2, prompt=PROMPT):
-    page.get_by_label("Prompt", exact=True).fill(prompt)
+    field = page.get_by_label("Prompt", exact=True)
     page.get_by_label("number input for Seconds").fill(str(seconds))
     page.get_by_label("number input for Seconds").blur()
+    # What the page asks of the server when it is opened may still be on its way, and put the field back.
+    for _ in range(10):
+        field.fill(prompt)
+        page.wait_for_timeout(250)
+        if field.input_value() == prompt:
+            break
 
 
 def generate(page):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import threading
 import time
 
 import gradio as gr
@@ -140,9 +141,12 @@ def test_the_list_follows_what_is_at_work_and_rests_when_all_is_over(jobs, tab):
 
 
 def test_comparisons_are_listed_opened_stopped_and_deleted(jobs, tab, monkeypatch):
+    begun = threading.Event()
+
     def compare(latents, a, b, folder, cancel, frames):
         folder.mkdir(exist_ok=True)
         (folder / "raw").write_bytes(b"x" * 3 * 2**20)
+        begun.set()
         cancel.wait(60)
         yield ComparisonFinished({"sides": {}, "verdict": {"passed": True, "text": "The same <b>picture</b>."}})
 
@@ -151,6 +155,7 @@ def test_comparisons_are_listed_opened_stopped_and_deleted(jobs, tab, monkeypatc
         RandomLatents(1, 5, 64, 96), DecodeSettings("plain", "fp32"), DecodeSettings("reference"), source="noise of 1"
     )
     job = jobs.submit(asked)
+    assert begun.wait(60)
     shown, _, timer, _ = tab.refresh()
     text = Elements(shown).text
     assert "plain, fp32 against reference, auto" in text and "noise of 1" in text and "Stop" in text and timer.active
