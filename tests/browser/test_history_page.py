@@ -47,10 +47,15 @@ def served(tmp_path):
         yield served
 
 
-def fill(page, prompt):
-    page.get_by_label("Prompt", exact=True).fill(prompt)
+def fill(page, text):
     page.get_by_label("number input for Seconds").fill("1")
     page.get_by_label("number input for Seconds").blur()
+    # What the page asks of the server when it is opened may still be on its way, and put the field back.
+    for _ in range(10):
+        prompt(page).fill(text)
+        page.wait_for_timeout(250)
+        if prompt(page).input_value() == text:
+            break
 
 
 def prompt(page):
