@@ -44,29 +44,13 @@ from engine.telemetry import Telemetry, synchronize
 from engine.video import VideoWriter
 from engine.weights import fill, list_tensors, placement
 from kernels.timing import origin
+from kernels.vae_decode import bench_setup
 
 FPS, SHIFT, GUIDANCE, SEED = 24, 9.0, 2.5, 123
 PROJECTED_STEPS = 50
 RESIDENT_BYTES = 46.1 * 2**30  # of the released transformer; 16.5 GiB more stay in their files
 LAYER_GAIN = 0.5  # of what attention and MLP put out, against their input: 44 blocks then neither vanish nor blow up
 MODULATION = 0.2  # deviation of shifts, scales and gates
-VAE_CONFIG = {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "z_dim": 48,
-    "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "attn_scales": [],
-    "temperal_downsample": [False, True, True],
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "scale_factor_temporal": 4,
-    "latents_mean": [0.0] * 48,
-    "latents_std": [1.0] * 48,
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ class Scene:
     """What is rehearsed. text: tokens of the prompt and of the negative prompt."""
 
     config: MMDiTConfig = field(default_factory=MMDiTConfig)
-    vae: dict[str, Any] = field(default_factory=lambda: VAE_CONFIG)
+    vae: dict[str, Any] = field(default_factory=lambda: bench_setup.LAYOUT | bench_setup.FULL)
     frames: int = 121
     height: int = 704
     width: int = 1248
@@ -108,7 +92,7 @@ SMALL = Scene(
         text_embed_dim=32,
         rope_axes_dim=(4, 6, 6),
     ),
-    vae=VAE_CONFIG | {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1},
+    vae=bench_setup.LAYOUT | bench_setup.SMALL,
     frames=9,
     height=64,
     width=96,
