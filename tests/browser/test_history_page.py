@@ -9,6 +9,7 @@ from engine.preset import load_preset
 from engine.settings import DecodeSettings
 from engine.sides import CompareRequest, RandomLatents
 from tests.browser.conftest import CHROMIUM
+from tests.browsing import write_prompt
 from tests.double import Double, Pace, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -50,12 +51,7 @@ def served(tmp_path):
 def fill(page, text):
     page.get_by_label("number input for Seconds").fill("1")
     page.get_by_label("number input for Seconds").blur()
-    # What the page asks of the server when it is opened may still be on its way, and put the field back.
-    for _ in range(10):
-        prompt(page).fill(text)
-        page.wait_for_timeout(250)
-        if prompt(page).input_value() == text:
-            break
+    write_prompt(page, text)
 
 
 def prompt(page):

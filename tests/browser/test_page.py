@@ -8,6 +8,7 @@ import pytest
 
 from engine.preset import load_preset
 from engine.video import probe
+from tests.browsing import write_prompt
 from tests.double import Double, Pace, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
@@ -53,15 +54,9 @@ def open_page(served, chromium):
 
 
 def fill(page, seconds=2, prompt=PROMPT):
-    field = page.get_by_label("Prompt", exact=True)
     page.get_by_label("number input for Seconds").fill(str(seconds))
     page.get_by_label("number input for Seconds").blur()
-    # What the page asks of the server when it is opened may still be on its way, and put the field back.
-    for _ in range(10):
-        field.fill(prompt)
-        page.wait_for_timeout(250)
-        if field.input_value() == prompt:
-            break
+    write_prompt(page, prompt)
 
 
 def generate(page):
