@@ -92,10 +92,11 @@ class DecodeRun:
                 decoder, state = StreamDecoder(vae, self.dtype), DecoderState(self.rows)
             self.path = lambda z: decoder.run(z, state)
         elif plan.choice.path in FAST:
-            self.fast = fast_decoder(vae, plan.choice)
+            self.fast = fast = fast_decoder(vae, plan.choice)
             height, width = plan.latents[0, 0, 0, self.rows.mine].shape
-            self.state = start(self.fast, height, width, plan.memory_gib, self.rows, smaller)
-            self.path = lambda z: self.fast.run(z, self.state)
+            self.state = state = start(fast, height, width, plan.memory_gib, self.rows, smaller)
+            # Without self in it: a run that refers to itself keeps its gigabytes until Python looks for cycles.
+            self.path = lambda z: fast.run(z, state)
         else:
             self.path = _reference(vae)
 

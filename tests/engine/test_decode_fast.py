@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from engine import decode_paths
-from engine.decode import decode, float_frames
+from engine.decode import DecodeRun, decode, float_frames
 from engine.decode_paths import HELD_BACK, explain
+from engine.decode_plan import Plan
 from engine.errors import NotFiniteError, RequestError, ResourceError
 from engine.settings import DecodeSettings
 from kernels.vae_decode import built, reference
@@ -52,6 +56,21 @@ def test_chunks_are_the_frames_of_diffusers_and_end_where_tiles_do(here, vae, pa
 def test_float_frames_equal_diffusers(here, vae):
     got = torch.cat(list(float_frames(vae, normal_latents(6), PORTABLE)))
     assert (got - theirs(vae, normal_latents(6))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("settings", [PORTABLE, DecodeSettings("plain", "fp32")], ids=lambda s: s.path)
+def test_nothing_of_a_request_waits_for_the_garbage_collector(here, vae, settings):
+    """Histories of gigabytes, which would lie in the next request's way."""
+    gc.disable()
+    try:
+        run = DecodeRun(vae, Plan(normal_latents(2), explain(settings, "cpu"), (1, 4)))
+        for span in run.plan.passes:
+            run.floats(span)
+        left = weakref.ref(run)
+        del run
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_prepared_weights_are_kept_for_the_next_video_and_given_back(here):
