@@ -10,8 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-import imageio_ffmpeg
-
 from engine.errors import MediaError
 
 STALL_SECONDS = 120.0
@@ -25,8 +23,11 @@ FIX = "Check that the folder can be written to and that the disk is not full, th
 def executable() -> str:
     """Path of the ffmpeg program that imageio-ffmpeg brings along. Raises MediaError if there is none."""
     try:
+        # Here, since what decodes without writing a video does without it.
+        import imageio_ffmpeg
+
         return imageio_ffmpeg.get_ffmpeg_exe()
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise MediaError(f"There is no ffmpeg here, and videos are written with it. {NO_FFMPEG}") from error
 
 

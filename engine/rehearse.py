@@ -22,7 +22,6 @@ from engine.settings import Attention, AutoSwitch, DecodePath, DenoiseSettings, 
 # What a bare machine for rehearsals may lack; carried there as wheels.
 NEEDED = {
     "diffusers": "diffusers",
-    "imageio_ffmpeg": "imageio-ffmpeg",
     "psutil": "psutil",
     "safetensors": "safetensors",
     "skimage": "scikit-image",
