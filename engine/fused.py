@@ -29,20 +29,16 @@ from kernels.qk_norm_rope.op import Norms, qk_norm_rope
 
 log = logging.getLogger(__name__)
 
-# Whether the kernels have passed tests/gpu on a real device. Until then "auto" leaves them off; "on" runs them.
-PROVEN_ON_A_GPU = False
-
 
 def choose_fused(wanted: str, device: torch.device, shape: Shape | None = None) -> Choice:
     """What `DenoiseSettings.fused_kernels` means on a device. Raises RequestError for "on" where it can't be.
 
     shape: of the model; with it the kernels are tried before they are chosen, which also compiles them.
     """
-    held_back = None if PROVEN_ON_A_GPU else "their tests have not run on a GPU yet, ask for them with on"
     lack = launch.lack(device)
-    if not lack and shape and (wanted == "on" or (wanted == "auto" and not held_back)):
+    if not lack and shape and wanted != "off":
         lack = fault(device, shape)
-    fused = Path("on", "fused Triton kernels", lack=lack, held_back=held_back)
+    fused = Path("on", "fused Triton kernels", lack=lack)
     return choose("fused_kernels", (fused, Path("off", "PyTorch operations")), wanted)
 
 
