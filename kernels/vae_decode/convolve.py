@@ -76,9 +76,9 @@ class Cudnn:
     ) -> None:
         """As `Convolver.direct`."""
         check_direct(buffer, weight, bias, residual, out, pad_rows)
-        volume = buffer.permute(3, 0, 1, 2).unsqueeze(0)
+        volume = _volume(buffer)
         kernel, extra = weight.permute(0, 4, 1, 2, 3), pad_rows[0] - pad_rows[1]
-        target = out.permute(3, 0, 1, 2).unsqueeze(0)
+        target = _volume(out)
         columns = weight.shape[3] // 2
         if bias is None and residual is None and extra == 0 and out.is_contiguous():
             _convolve(volume, kernel, [0, pad_rows[0], columns], target)
@@ -111,6 +111,12 @@ class Cudnn:
             else:
                 y = _convolve(image, kernel, padding, None).permute(0, 2, 3, 1)
                 target.copy_(_without(_without(y, 1, rows), 2, columns))
+
+
+def _volume(frames: Tensor) -> Tensor:
+    """[t, h, w, c] as [1, c, t, h, w]. A dimension of one that is put in front after the permutation gets the stride of
+    the channels: PyTorch then does not see that these lie last, and copies everything to another layout and back."""
+    return frames.unsqueeze(0).permute(0, 4, 1, 2, 3)
 
 
 def _without(y: Tensor, dim: int, extra: int) -> Tensor:

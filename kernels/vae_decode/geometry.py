@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride, check_shape
-from kernels.vae_decode.winograd import COLUMNS, FRAMES, tiles
+from kernels.vae_decode.winograd import tiles
 
 
 def require(holds: bool, message: str) -> None:
@@ -114,15 +114,14 @@ def check_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | Non
         _packed_frames(name, tensor)
 
 
-def check_tiles(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
+def check_tiles(out: Tensor, frames: Tensor) -> None:
     """ValueError unless these fit together as `write_tiles` says."""
-    check_kinds(x.dtype, x.device, x=x, out=out, history=history)
-    t, h, w, c = x.shape
-    n = tiles(t, FRAMES)
-    check_shape("history", history, (2, h, w, c))
-    check_shape("out", out, (6, n, h, w, c), (24, n, h, tiles(w, COLUMNS), c))
-    _gain(gain, bias, c, x.device)
-    _packed_frames("history", history)
+    check_kinds(frames.dtype, frames.device, frames=frames, out=out)
+    t, h, w, c = frames.shape
+    require(t > 2, f"frames {shape_of(frames)} have none behind their history of two")
+    n = tiles(t - 2)
+    check_shape("out", out, (6, n, h, w, c), (36, n, h, tiles(w), c))
+    _packed_frames("frames", frames)
     _packed_frames("out", out[0])
 
 
@@ -141,8 +140,8 @@ def check_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: 
     """ValueError unless these fit together as `write_outputs` says."""
     check_kinds(products.dtype, products.device, products=products, out=out, residual=residual)
     t, h, w, o = out.shape
-    n = tiles(t, FRAMES)
-    check_shape("products", products, (6, n, h, w, o), (24, n, h, tiles(w, COLUMNS), o))
+    n = tiles(t)
+    check_shape("products", products, (6, n, h, w, o), (36, n, h, tiles(w), o))
     require(products.is_contiguous(), "the products must be packed")
     check_sum(out, out, bias, residual)
 

@@ -7,10 +7,9 @@ its height nor on where it begins.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 from kernels.vae_decode.convolve import Convolver
 from kernels.vae_decode.state import State, beside
 from kernels.vae_decode.table import Route, Routes
-from kernels.vae_decode.winograd import COLUMNS, FRAMES, PHASES, Way, four_phases, nine_planes, tiles, transform_weight
-
-Write = Callable[[Tensor, Tensor, Tensor], None]  # buffer rows, input rows, history rows
+from kernels.vae_decode.winograd import PHASES, Way, four_phases, nine_planes, tiles, transform_weight
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Kit:
     """What layers compute with. passes: `passes` or `reference`; convolver: for every layer but those whose route names
     one of `others`; routes: see `table`."""
 
-    passes: ModuleType
+    passes: Any
     convolver: Convolver
     dtype: torch.dtype
     routes: Routes
@@ -80,9 +77,8 @@ class CausalConv:
             self._tiles(x, out, state, residual, before)
 
     def _direct(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
-        t, _, w, c = x.shape
         fuses = self.convolver.fuses
-        for rows, buffer in bands(self.name, x, lambda n: (t + 2, n, w, c), self._frames(before), state, self.outputs):
+        for rows, buffer in self._bands(x, state, before, self.outputs / self.inputs):
             target, beside = out[:, rows], _rows_of(residual, rows)
             if fuses or (residual is None and self.leaves_bias and self.gain is not None):
                 self.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
@@ -94,76 +90,64 @@ class CausalConv:
 
     def _last_tap(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
         """The video's first frame: behind two of zeros only the last tap counts, which is the last of the weights."""
-        _, _, w, c = x.shape
-        for rows, buffer in bands(self.name, x, lambda n: (3, n, w, c), self._frames(before), state, self.outputs):
-            product = out.new_empty(1, 1, rows.stop - rows.start, w, self.outputs)
+        for rows, buffer in self._bands(x, state, before, self.outputs / self.inputs / 3):
+            product = out.new_empty(1, 1, rows.stop - rows.start, x.shape[2], self.outputs)
             self.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
             self.kit.passes.add(out[:, rows], product[0], self.bias, _rows_of(residual, rows))
             del product
 
     def _tiles(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
         t, _, w, c = x.shape
-        phases, n = PHASES[self.way], tiles(t, FRAMES)
-        columns, pad = (w, (1, 1)) if self.way == "time" else (tiles(w, COLUMNS), (0, 0))
-
-        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
-            self.kit.passes.write_tiles(buffer, rows, self.gain, before, history)
-
-        for rows, inputs in bands(self.name, x, lambda k: (phases, n, k, columns, c), write, state, self.outputs):
-            products = out.new_empty(phases, n, rows.stop - rows.start, columns, self.outputs)
+        phases, n = PHASES[self.way], tiles(t)
+        columns, pad = (w, (1, 1)) if self.way == "time" else (tiles(w), (0, 0))
+        share = phases * n * columns / ((t + 2) * w)
+        for rows, buffer in self._bands(x, state, before, share * (1 + self.outputs / c)):
+            inputs = x.new_empty(phases, n, buffer.shape[1], columns, c)
+            self.kit.passes.write_tiles(inputs, buffer)
+            products = x.new_empty(phases, n, rows.stop - rows.start, columns, self.outputs)
             self.convolver.phases(inputs, self.weight, products, (0, 0), pad)
+            del inputs
             self.kit.passes.write_outputs(out[:, rows], products, self.bias, _rows_of(residual, rows))
             del products
 
-    def _frames(self, before: Tensor | None) -> Write:
-        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
-            self.kit.passes.write_frames(buffer, rows, self.gain, before, history)
-
-        return write
+    def _bands(self, x: Tensor, state: State, before: Tensor | None, made: float) -> Iterator[tuple[slice, Tensor]]:
+        return bands(self.name, x, self.kit.passes, self.gain, before, state, made)
 
 
 def bands(
-    name: str,
-    x: Tensor,
-    shape: Callable[[int], tuple[int, ...]],
-    write: Write,
-    state: State,
-    outputs: int,
+    name: str, x: Tensor, passes: Any, gain: Tensor | None, before: Tensor | None, state: State, made: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Bands of rows of x, each with a packed buffer of its input and halo rows, valid until the next one is taken.
+    """Bands of rows of x [t, h, w, c], each with a packed buffer [t + 2, rows + 2, w, c] of activations behind their
+    history, halo rows included, valid until the next one is taken.
 
-    shape: of a buffer of so many rows, which are its third dimension from the end; outputs: channels made of x's.
+    gain, before: see `reference.activate`; made: bytes that are made of each byte of a buffer.
     """
-    h, history = x.shape[1], state.history(name, x)
+    t, h, w, c = x.shape
+    history = state.history(name, x)
     above, below = beside(state.rows, x)
-    height = state.plan.band(math.prod(shape(1)) * x.element_size(), outputs / x.shape[3], h)
-    memory = x.new_empty(math.prod(shape(height + 2)))
+    height = state.plan.band((t + 2) * w * c * x.element_size(), made, h)
+    memory = x.new_empty((t + 2) * (height + 2) * w * c)
     edge = None
     for a in range(0, h, height):
         b = min(a + height, h)
-        lengths = shape(b - a + 2)
-        buffer = memory[: math.prod(lengths)].view(lengths)
-        if edge is None:
-            _outside(buffer.narrow(-3, 0, 1), above, history[:, :1], write)
+        buffer = memory[: (t + 2) * (b - a + 2) * w * c].view(t + 2, b - a + 2, w, c)
+        if edge is not None:
+            buffer[:, :2].copy_(edge)
+        elif above is None:
+            buffer[:, :1].zero_()
         else:
-            buffer.narrow(-3, 0, 2).copy_(edge)
+            passes.write_frames(buffer[:, :1], above, gain, before, history[:, :1])
         start, stop = (0 if edge is None else a + 1), min(b + 1, h)
         if stop > start:
-            fresh = buffer.narrow(-3, start - a + 1, stop - start)
-            write(fresh, x[:, start:stop], history[:, start + 1 : stop + 1])
-        if b == h:
-            _outside(buffer.narrow(-3, b - a + 1, 1), below, history[:, -1:], write)
+            fresh = buffer[:, start - a + 1 : stop - a + 1]
+            passes.write_frames(fresh, x[:, start:stop], gain, before, history[:, start + 1 : stop + 1])
+        if b < h:
+            edge = buffer[:, b - a : b - a + 2].clone()
+        elif below is None:
+            buffer[:, -1:].zero_()
         else:
-            edge = buffer.narrow(-3, b - a, 2).clone()
+            passes.write_frames(buffer[:, -1:], below, gain, before, history[:, -1:])
         yield slice(a, b), buffer
-
-
-def _outside(row: Tensor, neighbour: Tensor | None, history: Tensor, write: Write) -> None:
-    """The halo row: zeros beyond the picture, else from the neighbour's row."""
-    if neighbour is None:
-        row.zero_()
-    else:
-        write(row, neighbour, history)
 
 
 class ResidualBlock:
@@ -276,12 +260,8 @@ class Head:
     def __call__(self, x: Tensor, out: Tensor, finite: Tensor, state: State) -> None:
         """x [t, h, w, c] -> out as in `reference.stencil`."""
         t, _, w, c = x.shape
-        scale = 2 if out.dtype == torch.uint8 else 1
-
-        def write(buffer: Tensor, rows: Tensor, history: Tensor) -> None:
-            self.kit.passes.write_frames(buffer, rows, self.gain, None, history)
-
-        for rows, buffer in bands("conv_out", x, lambda n: (t + 2, n, w, c), write, state, len(self.weight)):
+        scale, made = 2 if out.dtype == torch.uint8 else 1, len(self.weight) / c
+        for rows, buffer in bands("conv_out", x, self.kit.passes, self.gain, None, state, made):
             values = x.new_empty(t, buffer.shape[1], w, len(self.weight))
             self.kit.convolver.direct(buffer, self.weight, None, None, values, (0, 0))
             self.kit.passes.stencil(out[:, scale * rows.start : scale * rows.stop], values, self.bias, finite)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import ResourceError
+from kernels.vae_decode.winograd import PHASES, tiles
 
 MIB, GIB = 2**20, 2**30
 LATENTS = 4  # latent frames of a pass
@@ -79,9 +80,11 @@ def peak(plan: Plan, levels: Sequence[Level], held: int, h: int, w: int, size: i
 
 
 def _band(plan: Plan, level: Level, frames: int, h: int, w: int, size: int) -> int:
-    """Buffers of a band at its widest: inputs and products of six phases a tile, halo rows, two rows kept."""
-    row = max(6, frames + 2) * max(1, frames // 4) * w * max(level.inputs, level.outputs) * size
-    return min(plan.work, 2 * h * row) + 4 * row
+    """Buffers of a band at its widest: activations, the inputs and the products of their tiles; halo rows, two rows
+    kept."""
+    tiled = PHASES["time_width"] * tiles(frames) * tiles(w) / w
+    row = int((frames + 2 + 2 * tiled) * w * max(level.inputs, level.outputs) * size)
+    return min(plan.work, h * row) + 3 * row
 
 
 def least(peaks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from kernels.vae_decode.geometry import (
     check_sum,
     check_tiles,
 )
-from kernels.vae_decode.winograd import TIME_INPUTS, TIME_OUTPUTS, WIDTH_INPUTS, WIDTH_OUTPUTS, matrix
+from kernels.vae_decode.winograd import INPUTS, OUTPUTS, matrix
 
 
 class Reference:
@@ -80,22 +80,19 @@ def write_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | Non
     history.copy_(out[-2:])
 
 
-def write_tiles(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
-    """out [6, n, h, w, c] or [24, n, h, ceil(w / 2), c]: the inputs of F(4, 3) along time, of F(2, 3) along width too.
+def write_tiles(out: Tensor, frames: Tensor) -> None:
+    """out [6, n, h, w, c] or [36, n, h, ceil(w / 4), c]: the inputs of F(4, 3) along time, and of another along width.
 
-    Frames as in `write_frames`: tile k takes the two before frame 4 k and that one with the next three; frames after
-    the last and columns outside are zero. history [2, h, w, c] becomes the last two frames.
+    frames [t + 2, h, w, c], the first two of history: tile k takes frames 4 k to 4 k + 5. Frames after the last and
+    columns outside are zero.
     """
-    check_tiles(out, x, gain, bias, history)
-    frames = torch.cat((history, activate(x, gain, bias)))
-    history.copy_(frames[-2:])
-    short = 4 * out.shape[1] - len(x)
-    frames = F.pad(frames.float(), (0, 0, 0, 0, 0, 0, 0, short)).unfold(0, 6, 4)
-    y = torch.einsum("ik,nhwck->inhwc", matrix(TIME_INPUTS, x).float(), frames)
-    if len(out) == 24:
-        w = x.shape[2]
-        columns = F.pad(y, (0, 0, 1, 2 * out.shape[3] + 1 - w)).unfold(3, 4, 2)
-        y = torch.einsum("jk,inhwck->ijnhwc", matrix(WIDTH_INPUTS, x).float(), columns).flatten(0, 1)
+    check_tiles(out, frames)
+    t, _, w, _ = frames.shape
+    x = F.pad(frames.float(), (0, 0, 0, 0, 0, 0, 0, 4 * out.shape[1] + 2 - t)).unfold(0, 6, 4)
+    y = torch.einsum("ik,nhwck->inhwc", matrix(INPUTS, x).float(), x)
+    if len(out) == 36:
+        columns = F.pad(y, (0, 0, 1, 4 * out.shape[3] + 1 - w)).unfold(3, 6, 4)
+        y = torch.einsum("jk,inhwck->ijnhwc", matrix(INPUTS, x).float(), columns).flatten(0, 1)
     out.copy_(y)
 
 
@@ -111,10 +108,10 @@ def write_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: 
     check_outputs(out, products, bias, residual)
     t, _, w, _ = out.shape
     y = products.float()
-    if len(products) == 24:
-        y = torch.einsum("vj,ijnhwo->inhwvo", matrix(WIDTH_OUTPUTS, y).float(), y.unflatten(0, (6, 4)))
+    if len(products) == 36:
+        y = torch.einsum("vj,ijnhwo->inhwvo", matrix(OUTPUTS, y).float(), y.unflatten(0, (6, 6)))
         y = y.flatten(3, 4)[..., :w, :]
-    y = torch.einsum("fi,inhwo->nfhwo", matrix(TIME_OUTPUTS, y).float(), y).flatten(0, 1)[:t]
+    y = torch.einsum("fi,inhwo->nfhwo", matrix(OUTPUTS, y).float(), y).flatten(0, 1)[:t]
     add(out, y, bias, residual)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.bands import Rows
 from kernels.vae_decode.plan import Plan
-from kernels.vae_decode.winograd import FRAMES
+from kernels.vae_decode.winograd import SIZE
 
 
 def beside(rows: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -47,7 +47,7 @@ class State:
 
     def admit(self, latents: int) -> None:
         """Count the latent frames of a pass. ValueError where it would cut a tile of a level in two."""
-        if self.latents > 1 and (self.latents - 1) % FRAMES:
+        if self.latents > 1 and (self.latents - 1) % SIZE:
             raise ValueError(
                 f"a pass began after {self.latents} latent frames, inside a tile; only the last pass may end elsewhere "
                 "than after 1, 5, 9, ... latent frames"

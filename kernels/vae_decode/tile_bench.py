@@ -1,8 +1,8 @@
 """python -m kernels.vae_decode.tile_bench: how fast each compiled tile is on each layer, on the GPU that is here.
 
 Layers of the decoder at 704 x 1248, four latent frames a pass: the 3 x 3 x 3 convolutions as they stand, with bias and
-residual, and as the six products of F(4, 3) along time. A star marks the fastest, an arrow the one that `tiles.TABLE`
-takes: where they differ, the table is to be changed. The last line is JSON.
+residual, as the six products of F(4, 3) along time, and as the 36 with width too. A star marks the fastest, an arrow
+the one that `tiles.TABLE` takes: where they differ, the table is to be changed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kernels.vae_decode import tiles
 from kernels.vae_decode.built import Built
 from kernels.vae_decode.recipe import TILES
 from kernels.vae_decode.tiles import Row
+from kernels.vae_decode.winograd import tiles as tiles_of
 
 WARM, RUNS = 3, 11
 Time = Callable[[Callable[[], None]], float]
@@ -83,7 +84,16 @@ def phases(kernels: Built, layer: Layer) -> tuple[Callable[[], None], float]:
     return lambda: kernels.phases(inputs, weights, out), 6 * 18.0 * c * o * (t // 4) * h * w
 
 
-WAYS = {"direct": direct, "phases": phases}
+def wide_phases(kernels: Built, layer: Layer) -> tuple[Callable[[], None], float]:
+    """The 36 products of F(4, 3) along time and width, and the operations that they really take."""
+    c, o, t, h, w = layer
+    across = tiles_of(w)
+    inputs, weights = numbers(kernels, 36, t // 4, h + 2, across, c), numbers(kernels, 36, o, 3, 1, c)
+    out = numbers(kernels, 36, t // 4, h, across, o)
+    return lambda: kernels.phases(inputs, weights, out, (0, 0), (0, 0)), 36 * 6.0 * c * o * (t // 4) * h * across
+
+
+WAYS = {"direct": direct, "time": phases, "time_width": wide_phases}
 
 
 def measure(kernels: Built, layer: Layer, way: str, time: Time = milliseconds) -> dict[str, float]:
@@ -104,7 +114,8 @@ def _name(tile: str, taps_first: bool) -> str:
 
 def report(kernels: Built, layer: Layer, way: str, found: dict[str, float]) -> str:
     """A block of text: the fastest with a star, the table's with an arrow."""
-    row = tiles.choose_tile(kernels.target.family, layer.w, layer.channels, layer.filters)
+    width = tiles_of(layer.w) if way == "time_width" else layer.w
+    row = tiles.choose_tile(kernels.target.family, width, layer.channels, layer.filters)
     best, ours = max(found, key=found.__getitem__), _name(row.tile, row.taps_first)
     marks = {name: ("*" if name == best else " ") + ("<" if name == ours else " ") for name in found}
     return "\n".join([f"{layer}, {way}", *(f"  {marks[name]} {rate:6.0f}  {name}" for name, rate in found.items())])

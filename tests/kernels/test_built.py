@@ -162,9 +162,11 @@ def test_the_bench_tries_every_tile_and_marks_the_fastest_and_the_tables(monkeyp
     assert tile_bench.main(device, fake_time) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     rows = json.loads(last)["rows"]
-    assert [row["way"] for row in rows] == ["direct", "phases"] and all(len(row["tflops"]) == 8 for row in rows)
+    assert [row["way"] for row in rows] == ["direct", "time", "time_width"] and all(
+        len(row["tflops"]) == 8 for row in rows
+    )
     marks = [line.split()[0::2] for line in lines if line.lstrip().startswith(("*", "<"))]
-    assert marks == [["*", "cooperative_256x128_1x2", "first"], ["<", "pingpong_128x128_2x1"]] * 2
+    assert marks == [["*", "cooperative_256x128_1x2", "first"], ["<", "pingpong_128x128_2x1"]] * 3
 
 
 def test_the_bench_says_that_there_is_no_gpu(monkeypatch, capsys):
