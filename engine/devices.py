@@ -1,4 +1,4 @@
-"""Device lists as people write them: auto, cpu, cuda:0, 0,1,2, cpu:4."""
+"""Device lists as people write them: auto, cpu, cuda:0, 0,1,2, cpu:4, 0*2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from engine.errors import RequestError, shown
 
 VARIABLE = "ENGINE_DEVICES"
 MOST = 8
-AUTO_SPREADS = False  # whether "auto" takes every GPU; off until NCCL has been seen to work
+# Whether "auto" takes every GPU. Off until two GPUs have run together over NCCL: every figure and every test of a group
+# is of processes on a CPU, or of processes that share one GPU by way of the host (engine/benchmarks.md).
+AUTO_SPREADS = False
 RULE = "write auto, cpu, GPU numbers such as 0 or 0,1, or cpu:4 for four processes on the CPU"
 
 
@@ -20,7 +22,8 @@ def devices_from_environment() -> str:
 
 
 def parse_devices(text: str = "auto") -> tuple[torch.device, ...]:
-    """The devices of a list; several "cpu" entries are several processes. Never opens a GPU.
+    """The devices of a list. Several entries of one device are several processes on it: of the CPU with cpu:4, of one
+    GPU with 0*2, which gains nothing and is for trying out what several GPUs do. Never opens a GPU.
 
     auto is the first GPU, or the CPU where there is none. Raises RequestError for absent, doubled or mixed devices.
     """
@@ -30,6 +33,9 @@ def parse_devices(text: str = "auto") -> tuple[torch.device, ...]:
     kind, _, count = text.partition(":")
     if kind == "cpu":
         return (torch.device("cpu"),) * (1 if not count and text == "cpu" else _count(text, count))
+    name, star, count = text.partition("*")
+    if star and "," not in name:
+        return _gpus(name) * _count(text, count)
     return _gpus(text)
 
 
@@ -42,7 +48,7 @@ def _auto() -> tuple[torch.device, ...]:
 
 def _count(text: str, count: str) -> int:
     if not count.isdecimal() or not 1 <= int(count) <= MOST:
-        raise RequestError(f"devices = {shown(text)}: cpu:N starts N processes, from 1 to {MOST}; {RULE}.")
+        raise RequestError(f"devices = {shown(text)}: cpu:N and GPU*N start N processes, from 1 to {MOST}; {RULE}.")
     return int(count)
 
 
@@ -55,7 +61,10 @@ def _gpus(text: str) -> tuple[torch.device, ...]:
         raise RequestError(f"devices = {shown(text)} is not known; {RULE}.")
     numbers = [int(name) for name in names]
     if doubled := sorted({number for number in numbers if numbers.count(number) > 1}):
-        raise RequestError(f"devices = {shown(text)} names GPU {doubled[0]} more than once; name each one once.")
+        raise RequestError(
+            f"devices = {shown(text)} names GPU {doubled[0]} more than once; name each one once ({doubled[0]}*2 has "
+            "two processes share it, which gains nothing and is for trying it out)."
+        )
     there = torch.cuda.device_count()
     if not there:
         raise RequestError(

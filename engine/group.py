@@ -114,7 +114,7 @@ class WorkerGroup:
         try:
             for rank, device in enumerate(self.devices):
                 self.members.append(self._worker(rank, device, read_end, pulses.fd))
-                place = {"rank": rank, "ranks": len(self.devices), "device": str(device), "port": port}
+                place = {"rank": rank, "devices": [str(device) for device in self.devices], "port": port}
                 self.members[-1].connection.send_bytes(pickle.dumps(place))
         finally:
             os.close(read_end)

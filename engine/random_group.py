@@ -1,4 +1,4 @@
-"""Several devices with random weights of the released sizes, for measuring where the release can't be had.
+"""Devices with random weights of the released sizes, for measuring where the release can't be had.
 
 Every rank draws the same weights from the same seed. `python -m engine.random_group` is what its workers run.
 """
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from engine.executor import Report
+from engine.executor import LocalExecutor, Report
 from engine.noise import draw_noise
 from engine.prompt import TextEmbedding
 from engine.rank import Rank
-from engine.rehearsal import FULL, SMALL, Scene, random_transformer, random_vae
+from engine.rehearsal import FULL, Scene, random_transformer, random_vae
+from engine.settings import DenoiseSettings
 from engine.spread import GroupExecutor
 from engine.worker import serve
 
@@ -33,11 +34,11 @@ class RandomRank(Rank):
 
 
 class RandomGroup(GroupExecutor):
-    """A group without a checkpoint. small: tiny weights, for a dry run."""
+    """A group without a checkpoint."""
 
-    def __init__(self, devices: Sequence[torch.device], small: bool) -> None:
+    def __init__(self, devices: Sequence[torch.device], scene: Scene = FULL) -> None:
         super().__init__("random weights", devices, program="engine.random_group")
-        self.scene = SMALL if small else FULL
+        self.scene = scene
 
     def _describe(self, report: Report) -> Any:
         self.transformer_config, self.vae_config = self.scene.config, self.scene.vae
@@ -49,6 +50,18 @@ class RandomGroup(GroupExecutor):
         tokens = self.scene.text[0 if prompt.strip() else 1]
         values = draw_noise(tokens, (tokens, self.scene.config.text_embed_dim))
         return TextEmbedding(values[None], tokens, 0)
+
+
+class RandomDecoder(LocalExecutor):
+    """One device that only decodes, without a checkpoint."""
+
+    def __init__(self, device: torch.device, scene: Scene = FULL) -> None:
+        super().__init__("random weights", device)
+        self.scene = scene
+
+    def load(self, settings: DenoiseSettings, report: Report) -> None:
+        """The decoder's weights alone."""
+        self.vae = random_vae(self.scene.vae, self.device)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from engine.decode_plan import Choice, Plan
 from engine.denoise import denoise
 from engine.errors import EngineError
 from engine.executor import denoise_paths, switch, threads
-from engine.link import Link
+from engine.link import Link, way
 from engine.memory import memory_in_words
 from engine.settings import Attention, AutoSwitch, DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
 from engine.shared import Shared
@@ -63,23 +63,24 @@ class Facts:
 
 
 class Rank:
-    """One device. report: part, bytes done, bytes in all; pulse: that it is alive."""
+    """One device. devices: of all ranks; report: part, bytes done, bytes in all; pulse: that it is alive."""
 
     def __init__(
         self,
         rank: int,
-        ranks: int,
-        device: str,
+        devices: list[str],
         port: int,
         connection: Connection,
         pulse: Callable[[], None],
         report: Callable[[str, int, int], None],
     ) -> None:
-        self.rank, self.device = rank, torch.device(device)
+        everywhere = [torch.device(device) for device in devices]
+        self.rank, self.device = rank, everywhere[rank]
+        self.sharing = everywhere.count(self.device)
         self.connection, self.report = connection, report
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.link = Link(rank, ranks, self.device, port, pulse)
+        self.link = Link(rank, len(devices), self.device, port, way(everywhere), pulse)
 
     def call(self, method: str, arguments: tuple) -> tuple[Any, Usage]:
         """Do one call of the parent."""

@@ -6,6 +6,7 @@ latents come back through memory that all of them share: nothing is gathered on 
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 import time
@@ -31,6 +32,7 @@ from engine.executor import DTYPES, Report, choose_precision, versions
 from engine.group import SILENCE, START, WorkerGroup
 from engine.lanes import Lanes
 from engine.latents import folder_hash
+from engine.link import way
 from engine.mmdit import MMDiTConfig
 from engine.parts import read_config
 from engine.preview import LinearMap
@@ -45,7 +47,10 @@ from engine.telemetry import DeviceMemory, Memory, memory_now
 from engine.ulysses import Team, form_team
 from kernels.choose import Choice as KernelChoice
 
+log = logging.getLogger(__name__)
+
 ALONE = 3600.0  # seconds for what one rank does by itself, where nobody waits for it
+PREPARE = 900.0  # for weights to be transformed and kernels compiled, which have no pulse
 
 
 class GroupExecutor:
@@ -66,7 +71,9 @@ class GroupExecutor:
         silence: float = SILENCE,
     ) -> None:
         self.checkpoint, self.devices = checkpoint, tuple(devices)
-        self.cuda = devices[0].type == "cuda"
+        self.cuda, self.way = devices[0].type == "cuda", way(devices)
+        if self.way.staged:
+            log.warning("%s", self.way.about)
         self.folder: Path | None = None
         self.group = WorkerGroup(devices, program, silence)
         self.most = len(devices)  # of the devices, the first so many are used
@@ -190,7 +197,8 @@ class GroupExecutor:
         team = self._team(request, guided=request.guidance > 1)
         call = partial(self._call, "denoise", ranks=team.ranks, silence=ALONE if team.ranks == 1 else None)
         sigmas = build_scheduler(self.scheduler, request.steps, request.shift).sigmas
-        call("denoise_begin", embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality, team)
+        begin = (embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality, team)
+        call("denoise_begin", *begin, silence=START)
         try:
             for k in range(request.steps):
                 if cancel.is_set():
@@ -247,7 +255,7 @@ class GroupExecutor:
             block = Shared.make("frames", size * (np.float32().nbytes if floats else RING))
             call = partial(self._call, "decode", ranks=ranks, silence=ALONE if ranks == 1 else None)
             begin = (latents.numpy(), choice, settings.memory_gib, ranks, block.nbytes, floats)
-            lacks = call("decode_begin", *begin, share=block)
+            lacks = call("decode_begin", *begin, share=block, silence=PREPARE)
             block.close()
             if not any(lacks):
                 break
@@ -266,7 +274,8 @@ class GroupExecutor:
     def explain_decode(self, settings: DecodeSettings) -> Choice:
         """As of `LocalExecutor`; what all devices can do."""
         names = self.names[: self.most]
-        return agree(settings, self._known()[: self.most], names)
+        choice = agree(settings, self._known()[: self.most], names)
+        return choice if choice.devices == 1 else choice._replace(reason=f"{choice.reason} ({self.way.about})")
 
     def _known(self) -> list[Facts]:
         if not self._facts:
@@ -279,7 +288,8 @@ class GroupExecutor:
         known = [facts.name for facts in self._known()]
         if not self.cuda:
             return f"{len(known)} processes on the {known[0]} each ({platform.machine()})"
-        return ", ".join(f"{name} ({device})" for name, device in zip(known, self.devices, strict=True))
+        names = ", ".join(f"{name} ({device})" for name, device in zip(known, self.devices, strict=True))
+        return f"{names}; {self.way.about}" if self.way.staged else names
 
     def versions(self) -> dict[str, Any]:
         """As of `LocalExecutor`."""

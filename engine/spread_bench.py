@@ -1,13 +1,14 @@
 """`python -m engine.spread_bench --devices 0,1`: what several devices gain, in one run, as one line of JSON.
 
 Times a decode and a denoising step on 1, 2, 4, 8 of the devices (warm, median), compares the frames with those of one
-device, ends a rank in the middle of a request and asks again. On one device it predicts instead: it times there what
-every rank would do and adds the bytes over a link of a stated speed. Weights are the checkpoint's, or with --random
-random ones of the released sizes; latents are noise.
+device, ends a rank in the middle of a request and asks again. On one device it predicts a decode instead: it times
+there what every rank would do and adds the bytes over a link of a stated speed. Weights are the checkpoint's, or with
+--random random ones of the released sizes; latents are noise.
 
-All that two GPUs have to show, in one command:
+All that two GPUs have to show, in one command, and the prediction that one GPU allows:
 
     python -m engine.spread_bench --devices 0,1 --random --out two_gpus.json
+    python -m engine.spread_bench --devices 0 --random --path built --precision fp16 --out prediction.json
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,15 +31,15 @@ from engine.arguments import exit_code, positive, require_folder
 from engine.bands import Band, Message
 from engine.compare import levels_apart
 from engine.condition import make_condition
-from engine.decode import DecodeRun, explain
+from engine.decode import DecodeRun, HostCopy, explain
 from engine.decode_plan import Plan
 from engine.devices import RULE, devices_from_environment, parse_devices
-from engine.errors import EngineError, GroupError, RequestError
+from engine.errors import EngineError, GroupError
 from engine.executor import LocalExecutor
 from engine.noise import draw_noise
 from engine.preset import Preset, preset_from_environment
 from engine.request import Request
-from engine.settings import DecodeSettings, DenoiseSettings
+from engine.settings import DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.spread import GroupExecutor
 from engine.telemetry import synchronize
@@ -57,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--frames", type=int)
+    parser.add_argument("--path", choices=get_args(DecodePath), default="auto", help="of the decode")
+    parser.add_argument("--precision", choices=get_args(DecodePrecision), default="auto", help="of the decode")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--random", action="store_true", help="random weights, of the released sizes unless --small")
     parser.add_argument("--small", action="store_true", help=f"a small size: {SMALL}")
@@ -67,14 +70,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(executor: GroupExecutor, request: Request, repeats: int) -> dict[str, Any]:
-    """Everything on several devices."""
+    """Everything on several devices. request: with the decode's settings."""
     executor.load(request.denoise, _quiet)
     counts = [count for count in COUNTS if count <= len(executor.devices)]
     latents = draw_noise(request.seed, (1, *latent_shape(request.frames, request.height, request.width)))
     truth, decode, denoise = None, {}, {}
     for count in counts:
         executor.most = count
-        frames, decode[count] = _decode(executor, latents, repeats)
+        frames, decode[count] = _decode(executor, latents, request.decode, repeats)
         truth = frames if truth is None else truth
         decode[count] |= {"same_bytes": bool(np.array_equal(frames, truth)), "levels_apart": _apart(frames, truth)}
         for name, guidance in (("guided", 2.5), ("one branch", 1.0)):
@@ -87,12 +90,14 @@ def bench(executor: GroupExecutor, request: Request, repeats: int) -> dict[str, 
     }
 
 
-def _decode(executor: GroupExecutor, latents: torch.Tensor, repeats: int) -> tuple[np.ndarray, dict[str, Any]]:
+def _decode(
+    executor: GroupExecutor, latents: torch.Tensor, settings: DecodeSettings, repeats: int
+) -> tuple[np.ndarray, dict[str, Any]]:
     seconds = []
     for _ in range(repeats + 1):  # the first one warms up
         executor.begin_request()
         began = time.perf_counter()
-        frames = np.concatenate([chunk.frames.copy() for chunk in executor.decode(latents, DecodeSettings(), NEVER)])
+        frames = np.concatenate([chunk.frames.copy() for chunk in executor.decode(latents, settings, NEVER)])
         seconds.append(time.perf_counter() - began)
     return frames, {"seconds": statistics.median(seconds[1:]), **_shares(executor)}
 
@@ -136,7 +141,7 @@ def _killed(
     """End the last rank after the first chunk; what is said, how soon, and whether the next request works."""
     if len(executor.devices) < 2:
         return None
-    chunks = executor.decode(latents, DecodeSettings(), NEVER)
+    chunks = executor.decode(latents, request.decode, NEVER)
     next(chunks)
     executor.group.members[-1].process.kill()
     began, said = time.perf_counter(), ""
@@ -147,7 +152,7 @@ def _killed(
         said = str(error)
     seconds = time.perf_counter() - began
     executor.load(request.denoise, _quiet)
-    again, _ = _decode(executor, latents, 1)
+    again, _ = _decode(executor, latents, request.decode, 1)
     return {"error": said, "seconds_to_error": seconds, "next_request_same_bytes": bool(np.array_equal(again, truth))}
 
 
@@ -166,13 +171,14 @@ class CountingLink:
 def predict(executor: LocalExecutor, request: Request, arguments: argparse.Namespace) -> dict[str, Any]:
     """A decode by 1, 2, 4 and 8 ranks, from the work of each of them on this one device."""
     latents = draw_noise(request.seed, (1, *latent_shape(request.frames, request.height, request.width)))
-    plan = Plan(latents, explain(DecodeSettings(), executor.device))
+    plan = Plan(latents, explain(request.decode, executor.device))
     figures: dict[int, dict[str, Any]] = {}
     for count in COUNTS:
         if count <= latents.shape[3]:
             figures[count] = _slowest(executor, plan, count, arguments)
     one = figures[1]["seconds"]
     return {
+        "decoder": plan.choice._asdict(),
         "decode_predicted": {count: found | {"speedup": one / found["seconds"]} for count, found in figures.items()},
         "assumptions": f"a prediction, not a measurement of {max(figures)} devices: the slowest rank's own work, timed "
         f"alone on {executor.device_name()}, plus its bytes at {arguments.link:g} GB/s and {arguments.delay:g} us an "
@@ -181,8 +187,15 @@ def predict(executor: LocalExecutor, request: Request, arguments: argparse.Names
 
 
 def _slowest(executor: LocalExecutor, plan: Plan, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    ranks = [_rank(executor, plan, rank, count, arguments) for rank in range(count)]
+    """Bands of the same height and with as many neighbours are timed once."""
+    total = plan.latents.shape[3]
+    kinds = {_kind(Band(total, rank, count, CountingLink())): rank for rank in range(count)}
+    ranks = [_rank(executor, plan, rank, count, arguments) for rank in kinds.values()]
     return max(ranks, key=lambda found: found["seconds"])
+
+
+def _kind(band: Band) -> tuple[int, bool, bool]:
+    return band.count, band.above is None, band.below is None
 
 
 def _rank(executor: LocalExecutor, plan: Plan, rank: int, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -191,9 +204,9 @@ def _rank(executor: LocalExecutor, plan: Plan, rank: int, count: int, arguments:
         link = CountingLink()
         rows = Band(plan.latents.shape[3], rank, count, link) if count > 1 else None
         began = time.perf_counter()
-        run = DecodeRun(executor.vae, plan, rows)
+        copy = HostCopy(DecodeRun(executor.vae, plan, rows))
         for span in plan.passes:
-            run.floats(span)
+            copy.start(span)
         synchronize(executor.device)
         times.append(time.perf_counter() - began)
     work = statistics.median(times[1:])
@@ -204,18 +217,20 @@ def _rank(executor: LocalExecutor, plan: Plan, rank: int, count: int, arguments:
 def _request(arguments: argparse.Namespace, preset: Preset) -> Request:
     size = {name: getattr(arguments, name) for name in SMALL}
     asked = {name: value if value is not None else SMALL[name] for name, value in size.items()}
-    return preset.request(steps=4, denoise=DenoiseSettings(), **(asked if arguments.small else size))
+    decode = DecodeSettings(arguments.path, arguments.precision)
+    return preset.request(steps=4, denoise=DenoiseSettings(), decode=decode, **(asked if arguments.small else size))
 
 
 def _executor(arguments: argparse.Namespace, preset: Preset, devices: tuple) -> GroupExecutor | LocalExecutor:
     if not arguments.random:
         group = len(devices) > 1
         return GroupExecutor(preset.checkpoint, devices) if group else LocalExecutor(preset.checkpoint, devices[0])
-    if len(devices) < 2:
-        raise RequestError("--random is for several devices; engine.rehearse has random weights on one.")
-    from engine.random_group import RandomGroup
+    # Here, since diffusers takes seconds to import.
+    from engine.random_group import RandomDecoder, RandomGroup
+    from engine.rehearsal import FULL, SMALL
 
-    return RandomGroup(devices, arguments.small)
+    scene = SMALL if arguments.small else FULL
+    return RandomGroup(devices, scene) if len(devices) > 1 else RandomDecoder(devices[0], scene)
 
 
 def _quiet(*_: Any) -> None:
@@ -231,6 +246,8 @@ def run(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield "size", {name: getattr(request, name) for name in SMALL}
     if devices[0].type == "cpu":
         yield "note", "processes that share the cores of one CPU: shows that it works, not how it scales"
+    elif len(set(devices)) < len(devices):
+        yield "note", "processes that share one GPU, by way of the host: shows that it works, not how it scales"
     executor = _executor(arguments, preset, devices)
     try:
         executor.load(request.denoise, _quiet)

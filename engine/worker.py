@@ -30,7 +30,7 @@ def serve(rank_class: Any = None) -> None:
     threading.Thread(target=die_with_parent, args=(life,), daemon=True).start()
     connection = Connection(descriptor)
     place = pickle.loads(connection.recv_bytes())
-    beats = memoryview(mmap.mmap(pulses, 8 * place["ranks"])).cast("q")
+    beats = memoryview(mmap.mmap(pulses, 8 * len(place["devices"]))).cast("q")
 
     def pulse() -> None:
         beats[place["rank"]] += 1

@@ -3,7 +3,7 @@ FAULT="rank kind first file" says so.
 
 die, stop, raise, oom: at exchange number `first` of that rank, which lies in the middle of a pass or step. path: it has
 no compiler. build: it finds out late that it has none. start: it ends before it answers. `file` remembers that it
-happened.
+happened. staged: no fault, all ranks send by way of the host, as those that share a GPU do.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class FaultyRank(Rank):
         super().__init__(**place)
         rank, self.kind, first, mark = os.environ.get("FAULT", "-1 none 0 /").split()
         self.mark, self.faulty = Path(mark), place["rank"] == int(rank)
+        self.link.staged = self.kind == "staged"
         if self.faulty and self.kind == "start" and self._once():
             sys.exit(3)
         if self.faulty and self.kind in ("die", "stop", "raise", "oom"):

@@ -272,6 +272,20 @@ def test_faults_in_the_middle_of_a_step_and_a_stop_between_two(
         assert (last.latents - expected.latents).abs().max() < 1e-4 * expected.latents.abs().max()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_by_way_of_the_host_change_nothing(bare_checkpoint, local, toy_preset, monkeypatch, ranks):
+    """What ranks that share a GPU do, on a CPU."""
+    monkeypatch.setenv("FAULT", "-1 staged 0 /")
+    latents = normal_latents(6, 9, 4)
+    *_, expected = steps_of(local, toy_preset)
+    with faulty(bare_checkpoint, ranks) as executor:
+        executor.load(DenoiseSettings(), quiet)
+        assert np.array_equal(frames_of(executor, latents)[0], frames_of(local, latents)[0])
+        assert all(lane["bytes_sent"] > 0 for lane in executor.stats())
+        *_, last = steps_of(executor, toy_preset)
+        assert (last.latents - expected.latents).abs().max() < 1e-4 * expected.latents.abs().max()
+
+
 @pytest.mark.parametrize(
     "ranks, kind, words", [(2, "path", "its compiler is missing"), (4, "build", "nvcc ended with 1")]
 )

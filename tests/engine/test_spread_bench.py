@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from engine import spread_bench
 from engine.spread_bench import main
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,7 +37,26 @@ def test_one_device_predicts_and_says_what_it_assumes(toy_checkpoint, capsys):
     assert "a prediction, not a measurement" in figures["assumptions"] and "200 GB/s" in figures["assumptions"]
 
 
-@pytest.mark.parametrize("arguments, words", [(["--devices", "cpu", "--random"], "several"), (["--devices", "x"], "x")])
+def test_one_device_predicts_with_random_weights_and_without_a_transformer(capsys):
+    arguments = ["--devices", "cpu", "--random", "--path", "plain", "--precision", "bf16"]
+    assert main([*arguments, *SIZE]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["decoder"]["path"] == "plain" and figures["decoder"]["precision"] == "bf16"
+    assert set(figures["decode_predicted"]) == {"1", "2", "4"} and figures["decode_predicted"]["4"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("total, count, kinds", [(44, 8, 4), (44, 4, 3), (44, 2, 2), (44, 1, 1), (6, 4, 4)])
+def test_bands_that_do_the_same_work_are_timed_once(monkeypatch, total, count, kinds):
+    timed = []
+    monkeypatch.setattr(spread_bench, "_rank", lambda *a: timed.append(a[2]) or {"seconds": float(a[2])})
+    plan = SimpleNamespace(latents=torch.empty(1, 48, 1, total, 1))
+    assert spread_bench._slowest(None, plan, count, None)["seconds"] == max(timed) and len(timed) == kinds
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["--devices", "cpu", "--random", "--small", "--path", "built"], "built"), (["--devices", "x"], "x")],
+)
 def test_bad_input_is_one_line(capsys, arguments, words):
     assert main(arguments) == 2
     captured = capsys.readouterr()
