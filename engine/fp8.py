@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import RequestError
+from engine.layers import JointAttention
+from engine.packed import Layers, joint
 from kernels.quantise_rows.op import quantise_rows
-from kernels.quantise_rows.reference import E4M3, dequantise
+from kernels.quantise_rows.reference import E4M3, Quantised, dequantise
 
 CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both sides of a matrix; what the tensor cores take
@@ -27,6 +29,8 @@ class Fp8Linear(nn.Module):
 
     through: a device that quantises weights which live on another, None: where they are.
     """
+
+    joined = {"weight": E4M3, "scale": torch.float32, "bias": None}  # noqa: RUF012  (see `engine.packed`)
 
     def __init__(self, layer: nn.Linear, through: torch.device | None = None) -> None:
         super().__init__()
@@ -40,29 +44,61 @@ class Fp8Linear(nn.Module):
             self.take(layer.weight)
 
     def take(self, weight: Tensor) -> None:
-        """Quantise a weight of the release and keep it, on the device where it is."""
+        """Quantise a weight of the release and keep it, on the device where it is, or in the memory that is there."""
         values, scale = quantise_rows(weight.detach().to(self.through or weight.device))
-        self.scale = scale.to(weight.device)
-        self.weight = nn.Parameter(values.to(weight.device), requires_grad=False)
+        if self.weight.is_meta:
+            self.scale = scale.to(weight.device)
+            self.weight = nn.Parameter(values.to(weight.device), requires_grad=False)
+        else:
+            self.scale.copy_(scale)
+            self.weight.data.copy_(values)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        multiply = scaled_product if x.is_cuda else reference_product
-        return multiply(rows, self.weight, self.scale, self.bias).unflatten(0, x.shape[:-1])
+    def forward(self, x: Tensor | Quantised) -> Tensor:
+        """x [..., in], quantised here if it is not yet, to [..., out] in the dtype of the bias."""
+        out = self.bias.new_empty(*x.shape[:-1], self.out_features)
+        multiply(as_rows(x), self.weight, self.scale, self.bias, out.flatten(0, -2))
+        return out
 
 
-def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] in bf16 times an e4m3 weight [out, in] with scales [out, 1], plus bias: bf16 [rows, out]."""
-    values, scales = quantise_rows(x)
+def as_rows(x: Tensor | Quantised) -> Quantised:
+    """[..., in] as rows in fp8."""
+    return x.flatten() if isinstance(x, Quantised) else quantise_rows(x.flatten(0, -2))
+
+
+def project(layers: Layers, x: Tensor | Quantised, out: Tensor) -> None:
+    """All `Fp8Linear` layers of x [B, S, in] side by side into `out` [B, S, outputs of all]: quantised once, one
+    product for each sample."""
+    rows, (weight, scale, bias) = as_rows(x), joint(layers)
+    for values, scales, part in zip(*(t.chunk(len(out)) for t in rows), out, strict=True):
+        multiply(Quantised(values, scales), weight, scale, bias, part)
+
+
+def multiply(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor) -> None:
+    """x [rows, in] times an e4m3 weight [out, in] with scales [out, 1], plus bias, into `out` [rows, out]."""
+    if x.values.is_cuda and out.is_contiguous():
+        scaled_product(x, weight, scale, bias, out)
+    else:
+        product = scaled_product if x.values.is_cuda else reference_product
+        out.copy_(product(x, weight, scale, bias))
+
+
+def scaled_product(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor | None = None) -> Tensor:
+    """On the tensor cores; in the bias's dtype, which is bf16."""
     return torch._scaled_mm(
-        values, weight.t(), scale_a=scales, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
+        x.values,
+        weight.t(),
+        scale_a=x.scales,
+        scale_b=scale.t(),
+        bias=bias,
+        out_dtype=bias.dtype,
+        use_fast_accum=True,
+        out=out,
     )
 
 
-def reference_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with sums in float32 and one rounding to x's dtype: the truth of tests, and what a CPU runs."""
-    product = F.linear(dequantise(*quantise_rows(x)), dequantise(weight, scale), None if bias is None else bias.float())
-    return product.to(x.dtype)
+def reference_product(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """The same with sums in float32 and one rounding to the bias's dtype: the truth of tests, and what a CPU runs."""
+    return F.linear(dequantise(*x), dequantise(weight, scale), bias.float()).to(bias.dtype)
 
 
 def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -86,6 +122,9 @@ def convert(model: nn.Module, through: torch.device | None = None) -> nn.Module:
             raise RequestError(f"precision = 'fp8' needs matrices with sides of 16n; {name} is {sides}. Choose bf16.")
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, Fp8Linear(layer, through))
+    for module in model.modules():
+        if isinstance(module, JointAttention):
+            module.pack()
     return model
 
 

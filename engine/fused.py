@@ -3,7 +3,7 @@
 The formulas are those of `engine.layers`, arranged otherwise: one product makes queries, keys and values of a stream,
 in the joint layout, where they are normed and turned in place; each gated residual is added by the pass that
 normalises for what comes next, also across the border of two blocks; GELU is part of its product where PyTorch has
-that. Every product is in one of the functions at the end.
+that. In fp8 those passes also quantise what a product takes. Every product is in one of the functions at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine import fp8
 from engine.attention import TOLERANCE, Shape, attend, waves
 from engine.layers import BLOCK_EPS, FeedForward, JointAttention, Modulation, Rope, TransformerBlock
 from engine.packed import joint, packable
@@ -26,6 +27,8 @@ from kernels.modulate import reference as modulate_reference
 from kernels.modulate.op import gated_modulate, modulate
 from kernels.qk_norm_rope import reference as qk_norm_rope_reference
 from kernels.qk_norm_rope.op import Norms, qk_norm_rope
+from kernels.quantise_rows.op import gelu_quantise_rows
+from kernels.quantise_rows.reference import Quantised
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +85,16 @@ def _trial(device: torch.device, shape: Shape) -> dict[str, float]:
     }
 
 
+Rows = Tensor | Quantised  # [B, S, D], as a product takes it
+
+
 class Streams(NamedTuple):
     """Between two blocks: the residual of each stream, and what its next block's attention takes."""
 
     x: Tensor  # video [B, N, D]
-    x_in: Tensor
+    x_in: Rows
     c: Tensor  # text [B, L, D]
-    c_in: Tensor
+    c_in: Rows
 
 
 class Shifts(NamedTuple):
@@ -96,6 +102,22 @@ class Shifts(NamedTuple):
 
     attn: Modulation
     mlp: Modulation
+
+
+class Then(NamedTuple):
+    """How a stream is normalised for the layer that comes next. quantise: that layer multiplies in fp8."""
+
+    shift: Tensor
+    scale: Tensor
+    quantise: bool = False
+
+
+def attention_of(block: TransformerBlock, m: Shifts) -> Then:
+    return Then(m.attn.shift, m.attn.scale, in_fp8(block.attn.to_q))
+
+
+def in_fp8(layer: nn.Module) -> bool:
+    return isinstance(layer, fp8.Fp8Linear)
 
 
 def run_blocks(
@@ -114,17 +136,17 @@ def run_blocks(
     """
     video = [shifts(m) for m in modulations]
     text = [shifts(block.scale_shift_table_context) for block in blocks]
-    streams = start(x, c, video[0], text[0])
+    streams = start(x, c, attention_of(blocks[0], video[0]), attention_of(blocks[0], text[0]))
     last = len(blocks) - 1
     for i in range(last):
-        after = video[i + 1].attn[:2], text[i + 1].attn[:2]
+        after = tuple(attention_of(blocks[i + 1], m[i + 1]) for m in (video, text))
         before = streams.x
         with blocks[i].visit():
             streams = run_block(blocks[i], streams, video[i], text[i], after, rope)
         if i == 0 and enough is not None and enough(before, streams.x):
             return None
     with blocks[last].visit():
-        return run_last(blocks[last], streams, video[last], out, rope)
+        return run_last(blocks[last], streams, video[last], Then(*out), rope)
 
 
 def shifts(m: Tensor) -> Shifts:
@@ -133,38 +155,46 @@ def shifts(m: Tensor) -> Shifts:
     return Shifts(Modulation(*parts[:3]), Modulation(*parts[3:]))
 
 
-def start(x: Tensor, c: Tensor, video: Shifts, text: Shifts) -> Streams:
-    x_in = modulate(x, video.attn.shift, video.attn.scale, BLOCK_EPS)
-    return Streams(x, x_in, c, modulate(c, text.attn.shift, text.attn.scale, BLOCK_EPS))
+def start(x: Tensor, c: Tensor, video: Then, text: Then) -> Streams:
+    return Streams(x, normalised(x, video), c, normalised(c, text))
+
+
+def normalised(x: Tensor, then: Then) -> Rows:
+    return modulate(x, then.shift, then.scale, BLOCK_EPS, then.quantise)
 
 
 def run_block(
-    block: TransformerBlock, s: Streams, video: Shifts, text: Shifts, after: tuple[tuple, tuple], rope: Rope
+    block: TransformerBlock, s: Streams, video: Shifts, text: Shifts, after: tuple[Then, Then], rope: Rope
 ) -> Streams:
-    """after: shift and scale of what follows, for the video and for the text."""
+    """after: what the video and the text are normalised for at the end."""
     y, z = joint_attention(block.attn, s.x_in, s.c_in, rope)
     x, x_in = finish(s.x, y, block.ff, video, after[0])
     c, c_in = finish(s.c, z, block.ff_context, text, after[1])
     return Streams(x, x_in, c, c_in)
 
 
-def run_last(block: TransformerBlock, s: Streams, video: Shifts, after: tuple[Tensor, Tensor], rope: Rope) -> Tensor:
+def run_last(block: TransformerBlock, s: Streams, video: Shifts, after: Then, rope: Rope) -> Rows:
     """The last block: its text only gives keys and values."""
     y, _ = joint_attention(block.attn, s.x_in, s.c_in, rope, text_out=False)
     return finish(s.x, y, block.ff, video, after)[1]
 
 
-def finish(x: Tensor, y: Tensor, ff: FeedForward, m: Shifts, after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def finish(x: Tensor, y: Tensor, ff: FeedForward, m: Shifts, after: Then) -> tuple[Tensor, Rows]:
     """A stream behind its attention's output y: the new residual, and what the next layer takes of it."""
-    x, x_in = gated_modulate(x, y, m.attn.gate, m.mlp.shift, m.mlp.scale, BLOCK_EPS)
-    return gated_modulate(x, feed_forward(ff, x_in), m.mlp.gate, *after, BLOCK_EPS)
+    inside = Then(m.mlp.shift, m.mlp.scale, in_fp8(ff.net[0].proj))
+    x, x_in = add_and_normalise(x, y, m.attn.gate, inside)
+    return add_and_normalise(x, feed_forward(ff, x_in), m.mlp.gate, after)
+
+
+def add_and_normalise(x: Tensor, y: Tensor, gate: Tensor, then: Then) -> tuple[Tensor, Rows]:
+    return gated_modulate(x, y, gate, then.shift, then.scale, BLOCK_EPS, then.quantise)
 
 
 # ---- the products
 
 
 def joint_attention(
-    attn: JointAttention, x: Tensor, c: Tensor, rope: Rope, text_out: bool = True
+    attn: JointAttention, x: Rows, c: Rows, rope: Rope, text_out: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """As `JointAttention.forward`."""
     n = x.shape[1]
@@ -176,10 +206,10 @@ def joint_attention(
     return attn.to_out[0](y[:, :n]), attn.to_add_out(y[:, n:]) if text_out else None
 
 
-def joint_qkv(attn: JointAttention, x: Tensor, c: Tensor, text_queries: bool) -> Tensor:
+def joint_qkv(attn: JointAttention, x: Rows, c: Rows, text_queries: bool) -> Tensor:
     """[B, N + L, 3, H, E]: one product for the video, one for the text, each written where attention reads it."""
     batch, n, dim = x.shape
-    qkv = x.new_empty(batch, n + c.shape[1], 3 * dim)
+    qkv = attn.to_q.bias.new_empty(batch, n + c.shape[1], 3 * dim)
     video, text = attn.streams()
     first = 0 if text_queries else 1
     project(video, x, qkv[:, :n])
@@ -187,19 +217,26 @@ def joint_qkv(attn: JointAttention, x: Tensor, c: Tensor, text_queries: bool) ->
     return qkv.view(batch, -1, 3, attn.heads, dim // attn.heads)
 
 
-def project(layers: Sequence[nn.Module], x: Tensor, out: Tensor) -> None:
+def project(layers: Sequence[nn.Module], x: Rows, out: Tensor) -> None:
     """All layers of x [B, S, D] side by side into `out` [B, S, outputs of all], in one product if they can share it."""
     if not packable(layers):
         for layer, part in zip(layers, out.chunk(len(layers), dim=-1), strict=True):
             part.copy_(layer(x))
         return
+    if in_fp8(layers[0]):
+        return fp8.project(layers, x, out)
     weight, bias = joint(layers)
     for tokens, rows in zip(x, out, strict=True):
         torch.addmm(bias, tokens, weight.T, out=rows)
 
 
-def feed_forward(ff: FeedForward, x: Tensor) -> Tensor:
-    return ff.net[2](gelu_linear(ff.net[0].proj, x))
+def feed_forward(ff: FeedForward, x: Rows) -> Tensor:
+    up, down = ff.net[0].proj, ff.net[2]
+    if not in_fp8(down):
+        return down(gelu_linear(up, x))
+    inner = up(x)
+    rows = gelu_quantise_rows(inner.flatten(0, -2))
+    return down(Quantised(*(part.view(*inner.shape[:-1], -1) for part in rows)))
 
 
 def gelu_linear(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """`python -m kernels.dit_bench`: one block and one whole step of the 29B transformer, plain, compiled and ours, against
 the floor that its products and attention alone make.
 
-Everything in one run, warm: times are medians of calls that take turns, the floor is made of the best. Weights and
-inputs are random. A block is one in the middle of the model; a step is both guidance branches. `ours-without-x` is ours
-with the PyTorch operations of `engine.layers` in place of x. kernels/benchmarks.md keeps the records.
+Everything in one run, warm: times of a block are medians of calls that take turns, the floor is made of the best.
+Weights and inputs are random. A block is one in the middle of the model; a step is both guidance branches, 88 blocks,
+one row after the other. `ours-without-x` is ours with the PyTorch operations of `engine.layers` in place of x. Rows are
+printed as they come; whole steps that the budget of seconds leaves no time for are left out and named.
+kernels/benchmarks.md keeps the records.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -22,13 +26,16 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from engine import fp8, fused, layers
+from engine.arguments import positive
 from engine.attention import BACKENDS, Shape, attend, choose_attention, probe
-from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
+from engine.mmdit import MMDiTConfig
 from engine.rope import rope_tables
 from kernels import launch
+from kernels.dit_steps import Budget, affordable, randomised, steps
 from kernels.modulate import bench as modulate_bench
 from kernels.qk_norm_rope import bench as qk_norm_rope_bench
-from kernels.timing import Call, best, copy_bandwidth, copy_share, medians, origin, table
+from kernels.quantise_rows import bench as quantise_rows_bench
+from kernels.timing import Call, best, copy_bandwidth, copy_share, medians, milliseconds, origin, table
 
 
 class Size(NamedTuple):
@@ -63,7 +70,7 @@ class Bench:
         self.modulation = self.random(6 * c.dim).float()
         self.rope = rope_tables(size.grid, c.rope_axes_dim, c.rope_theta, c.rope_temporal_scale, device)
         self.video, self.text = fused.shifts(self.modulation), fused.shifts(self.block.scale_shift_table_context)
-        self.streams = fused.start(self.x, self.c, self.video, self.text)
+        self.streams = self.started(self.block)
         self.shape = Shape(dtype, c.num_attention_heads, c.attention_head_dim, size.tokens + size.text)
         self.choice = choose_attention("auto", device, self.shape)
         self.compiled = torch.compile(self.block)
@@ -82,36 +89,28 @@ class Bench:
         with sdpa_kernel(BACKENDS[self.choice.path]) if native else ExitStack():
             return self.compiled(self.x, self.c, self.modulation, self.rope)
 
-    def ours(self, backend: str | None = "", block: layers.TransformerBlock | None = None) -> fused.Streams:
-        """backend: "" for the best; block: another one than the plain rows have."""
-        block = block or self.block
-        block.attn.backend = self.choice.path if backend == "" else backend
-        after = self.video.attn[:2], self.text.attn[:2]
-        return fused.run_block(block, self.streams, self.video, self.text, after, self.rope)
+    def started(self, block: layers.TransformerBlock) -> fused.Streams:
+        """The streams as the block before this one would leave them."""
+        return fused.start(self.x, self.c, *(fused.attention_of(block, m) for m in (self.video, self.text)))
 
-    def in_fp8(self) -> layers.TransformerBlock:
+    def ours(self, backend: str | None = "") -> fused.Streams:
+        """backend: "" for the best."""
+        return self.fused(self.block, self.streams, self.choice.path if backend == "" else backend)
+
+    def fused(self, block: layers.TransformerBlock, streams: fused.Streams, backend: str | None) -> fused.Streams:
+        """A block that is followed by another of its kind."""
+        block.attn.backend = backend
+        after = tuple(fused.attention_of(block, m) for m in (self.video, self.text))
+        return fused.run_block(block, streams, self.video, self.text, after, self.rope)
+
+    def in_fp8(self) -> Call:
         """The same block with fp8 weights."""
         block = copy.deepcopy(self.block)
         holder = torch.nn.Module()
         holder.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity(), block, torch.nn.Identity()])
         fp8.convert(holder)
-        return block
-
-
-def randomised(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Any:
-    """A module built on meta, on the device with random weights, which make a block neither vanish nor blow up."""
-    module = module.to(dtype).to_empty(device=device).requires_grad_(False)
-    for name, parameter in module.named_parameters():
-        parameter.normal_(std=0.02)
-        if ".norm_" in name or name.endswith(("norm1.weight", "norm2.weight")):
-            parameter += 1
-    return module
-
-
-def random_model(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> PAN2Transformer3DModel:
-    with torch.device("meta"):
-        model = PAN2Transformer3DModel(**config)
-    return randomised(model, device, dtype)
+        streams = self.started(block)
+        return lambda: self.fused(block, streams, self.choice.path)
 
 
 # ---- the floor
@@ -181,14 +180,14 @@ def plain_qk_norm_rope(video, text, norms, rope, eps, out, text_queries):
     return out
 
 
-def plain_gated_modulate(x, y, gate, shift, scale, eps):
+def plain_gated_modulate(x, y, gate, shift, scale, eps, quantise):
     residual = layers.add_gated(x, y, gate)
     return residual, layers.modulate(residual, shift, scale, eps)
 
 
 WITHOUT = {
     "qk_norm_rope": {"qk_norm_rope": plain_qk_norm_rope},
-    "modulate": {"modulate": layers.modulate, "gated_modulate": plain_gated_modulate},
+    "modulate": {"gated_modulate": plain_gated_modulate},
     "gelu_in_product": {"gelu_in_product": lambda device, dtype: False},
 }
 
@@ -227,17 +226,25 @@ def variants(bench: Bench, compiled: bool) -> dict[str, Call]:
         "plain": lambda: bench.plain(None),
         "plain-best-attention": lambda: bench.plain(bench.choice.path),
     }
-    if compiled:
-        calls["compiled"] = bench.compiled_plain
     calls["ours"] = bench.ours
     calls["ours-without-best-attention"] = lambda: bench.ours(None)
     calls |= {f"ours-without-{name}": without(bench.ours, replaced) for name, replaced in WITHOUT.items()}
     if bench.device.type != "cuda" or not fp8.lack(bench.device):
-        block = bench.in_fp8()
-        calls["ours-fp8"] = lambda: bench.ours(block=block)
+        calls["ours-fp8"] = bench.in_fp8()
     if bench.device.type == "cuda":
         calls["ours-as-graph"] = as_graph(bench.ours, bench.device)
+    if compiled:  # last, because it takes a while to get ready
+        calls["compiled"] = bench.compiled_plain
     return calls
+
+
+def blocks(bench: Bench, calls: dict[str, Call], rounds: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of every row, all taking turns; each is also printed as soon as it ran twice."""
+    for name, call in calls.items():
+        started = time.perf_counter()
+        *_, second = milliseconds(call, bench.device, 2)
+        print(f"{name}: {second:.3f} ms, ready after {time.perf_counter() - started:.1f} s")
+    return dict(zip(calls, medians(list(calls.values()), bench.device, rounds, repeats), strict=True))
 
 
 def distance(found: Any, truth: Any) -> float:
@@ -245,63 +252,55 @@ def distance(found: Any, truth: Any) -> float:
     return float((found[0].float() - truth[0].float()).norm() / truth[0].float().norm())
 
 
-# ---- whole steps
-
-
-def steps(size: Size, device: torch.device, choice: str, repeats: int) -> dict[str, float]:
-    """Milliseconds of a step, both guidance branches, with all blocks; by row."""
-    model = random_model(size.config, device, torch.bfloat16)
-    channels, (frames, rows, columns) = model.config.out_channels, size.grid
-    latents = torch.empty(1, channels, frames, 2 * rows, 2 * columns, device=device).normal_()
-    condition = torch.zeros(1, channels + 1, *latents.shape[2:], device=device)
-    text = torch.empty(1, size.text, model.config.text_embed_dim, device=device, dtype=torch.bfloat16).normal_()
-    prepared = model.prepare(text, condition, [0.9, 0.0])
-
-    def step(attention: str | None, on: bool) -> None:
-        model.set_attention(attention)
-        model.set_fused_kernels(on)
-        for _ in range(2):
-            model.velocity(latents, 0, prepared)
-
-    ways = {"plain": (None, False), "plain-best-attention": (choice, False), "ours": (choice, True)}
-    calls = [lambda way=way: step(*way) for way in ways.values()]
-    found = dict(zip(ways, medians(calls, device, repeats, 1), strict=True))
-    if device.type != "cuda" or not fp8.lack(device):
-        fp8.convert(model)
-        (found["ours-fp8"],) = medians(calls[-1:], device, repeats, 1)
-    return found
+# ---- the kernels
 
 
 def shares(bench: Bench, repeats: int) -> list[tuple[str, float, float]]:
     """Of each kernel its name, milliseconds and share of the copy bandwidth."""
     bandwidth = copy_bandwidth(bench.device)
-    shape = bench.size.tokens, bench.config.dim, bench.dtype, bench.device
+    c = bench.config
+    shape = bench.size.tokens, c.dim, bench.dtype, bench.device
     works = [*modulate_bench.passes(*shape), *qk_norm_rope_bench.passes(*shape)]
-    return [(work.name, *copy_share(work, bench.device, bandwidth, repeats)) for work in works]
+    if bench.device.type != "cuda" or not fp8.lack(bench.device):
+        works += quantise_rows_bench.passes(*shape, inner=int(c.dim * c.mlp_ratio))
+    found = [(work.name, *copy_share(work, bench.device, bandwidth, repeats)) for work in works]
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    print(table(("kernel", "ms", "share of copy"), found), end="\n\n")
+    return found
 
 
 # ---- the command
 
 
+BUILDING = 10  # seconds that the whole model takes to be built, about
+
+
+def rows_table(block: dict[str, float], least: float, errors: dict[str, float], step: dict[str, float]) -> str:
+    head = "row", "block ms", "of floor", "faster than plain", "distance to plain", "step ms"
+    rows = [
+        (name, took, took / least, block["plain"] / took, errors[name], step.get(name)) for name, took in block.items()
+    ]
+    return table(head, rows)
+
+
 def measure(size: Size, device: torch.device, given: argparse.Namespace) -> dict[str, Any]:
-    rounds, repeats = (1, 2) if given.small else (4, 5)
+    budget, (rounds, repeats) = Budget(given.seconds), (1, 2) if given.small else (4, 5)
     bench = Bench(size, device)
     print(f"attention: {bench.choice.path} ({bench.choice.reason}); kernels: {launch.lack(device) or 'Triton'}")
     print(f"GELU in its product: {fused.gelu_in_product(device, bench.dtype)}; {size.tokens} + {size.text} tokens\n")
     least = floor(bench, 2 if given.small else 20)
+    kernels = shares(bench, 3 if given.small else 20)
     calls = variants(bench, compiled=device.type == "cuda" and not given.no_compile)
-    block = dict(zip(calls, medians(list(calls.values()), device, rounds, repeats), strict=True))
+    block = blocks(bench, calls, rounds, repeats)
     truth = calls["plain"]()
     errors = {name: distance(call(), truth) for name, call in calls.items()}
-    kernels = shares(bench, 3 if given.small else 20)
-    choice = bench.choice.path
+    print(f"\n{rows_table(block, least, errors, {})}\n\n{budget.left:.0f} s of {given.seconds} s are left")
+    choice, config = bench.choice.path, bench.config
     del bench, calls, truth
-    step = {} if given.no_step else steps(size, device, choice, 1 if given.small else 2)
-    rows = [
-        (name, took, took / least, block["plain"] / took, errors[name], step.get(name)) for name, took in block.items()
-    ]
-    print(table(("row", "block ms", "of floor", "faster than plain", "distance to plain", "step ms"), rows), end="\n\n")
-    print(table(("kernel", "ms", "share of copy"), kernels))
+    repeats = 1 if given.small else 2
+    names = [] if given.no_step else affordable(block, config, repeats, budget.left - BUILDING)
+    step = steps(size.config, size.grid, size.text, device, names, choice, repeats) if names else {}
+    print(f"\n{rows_table(block, least, errors, step)}")
     return {
         "tokens": size.tokens + size.text,
         "floor_ms": round(least, 3),
@@ -320,8 +319,10 @@ def main(arguments: list[str] | None = None) -> None:
     size.add_argument("--long", action="store_true", help="241 frames in place of 121")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-step", action="store_true", help="leave whole steps out, which need 60 GiB")
+    parser.add_argument("--seconds", type=positive, default=160, help="whole steps that do not fit in are left out")
     given = parser.parse_args(arguments)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    sys.stdout.reconfigure(line_buffering=True)
     with torch.no_grad():
         figures = measure(SMALL if given.small else LONG if given.long else FULL, device, given)
     print(json.dumps({"bench": "dit", **origin(device), **figures}))

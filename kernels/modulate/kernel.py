@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
+from kernels.quantise_rows.kernel import scale_of
+from kernels.quantise_rows.reference import LARGEST, LEAST
 
 WIDEST = 32768
 
@@ -45,6 +47,7 @@ def modulate_kernel(
     scale,
     residual,
     out,
+    scales,
     tokens,
     x_batch,
     x_token,
@@ -58,12 +61,18 @@ def modulate_kernel(
     out_batch,
     out_token,
     eps,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ):
-    """out = LayerNorm(r) * (1 + scale) + shift; r is x, or x + y * gate, which is then written too."""
+    """out = LayerNorm(r) * (1 + scale) + shift; r is x, or x + y * gate, which is then written too.
+
+    QUANTISE: out has the values of `quantise_rows`, `scales` [samples * tokens] its scales.
+    """
     program = tl.program_id(0).to(tl.int64)  # a whole clip has more than 2^31 values
     blocks = tl.cdiv(tokens, ROWS)
     sample = program // blocks
@@ -86,6 +95,11 @@ def modulate_kernel(
     factor = 1 + tl.load(scale + sample * scale_batch + column, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(shift + sample * shift_batch + column, mask=inside, other=0.0).to(tl.float32)
     value = deviation * tl.rsqrt(variance + eps) * factor + offset
+    if QUANTISE:
+        largest = tl.max(tl.abs(tl.where(inside, value, 0.0)), axis=1, keep_dims=True)
+        row_scale, inverse = scale_of(largest, LARGEST, LEAST)
+        tl.store(scales + sample * tokens + token, row_scale, mask=token < tokens)
+        value *= inverse
     tl.store(out + sample * out_batch + token * out_token + column, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -97,8 +111,12 @@ def run(
     eps: float,
     gated: tuple[Tensor, Tensor, Tensor] | None = None,
     size: Size | None = None,
+    scales: Tensor | None = None,
 ) -> None:
-    """Fill `out`, and the residual of `gated` = (y, gate, residual). Shapes and strides as `op.py` checks them."""
+    """Fill `out`, the residual of `gated` = (y, gate, residual), and the contiguous `scales` of a quantised `out`.
+
+    Shapes and strides as `op.py` checks them.
+    """
     batch, tokens, width = x.shape
     y, gate, residual = gated or (x, scale, out)  # unread
     rows, warps = size or launch_size(width, gated is not None)
@@ -106,15 +124,18 @@ def run(
         modulate_kernel,
         (batch * triton.cdiv(tokens, rows),),
         x.device,
-        *(x, y, gate, shift, scale, residual, out, tokens),
+        *(x, y, gate, shift, scale, residual, out, out if scales is None else scales, tokens),
         *(x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
         *(per_sample(gate), per_sample(shift), per_sample(scale)),
         *(residual.stride(0), residual.stride(1), out.stride(0), out.stride(1)),
         eps,
+        LARGEST=LARGEST,
+        LEAST=LEAST,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=rows,
         GATED=gated is not None,
+        QUANTISE=scales is not None,
         num_warps=warps,
     )
 

@@ -4,18 +4,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.quantise_rows.reference import Quantised, quantise_rows
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift, rounded once to x's dtype."""
-    return _modulated(x.float(), shift, scale, eps).to(x.dtype)
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
+    """LayerNorm(x) * (1 + scale) + shift, rounded once to x's dtype, or quantised."""
+    value = _modulated(x.float(), shift, scale, eps)
+    return quantise_rows(value) if quantise else value.to(x.dtype)
 
 
 def gated_modulate(
-    x: Tensor, y: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, y: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, eps: float, quantise: bool = False
+) -> tuple[Tensor, Tensor | Quantised]:
     """r = x + y * gate, and LayerNorm(r) * (1 + scale) + shift of the r before it is rounded."""
     residual = torch.addcmul(x.float(), y.float(), _per_token(gate))
-    return residual.to(x.dtype), _modulated(residual, shift, scale, eps).to(x.dtype)
+    value = _modulated(residual, shift, scale, eps)
+    return residual.to(x.dtype), quantise_rows(value) if quantise else value.to(x.dtype)
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:

@@ -7,9 +7,24 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
-from kernels.quantise_rows.reference import LARGEST, LEAST
+from kernels.quantise_rows.reference import DIP, LARGEST, LEAST
 
 WIDEST = 65536
+
+
+@triton.jit
+def gelu(x):
+    """tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), without the cancellation of 1 + tanh; the square of a
+    reciprocal root takes fewer instructions than a division."""
+    root = tl.rsqrt(1 + tl.exp2(x * (-2.302208198 - 0.1029432396 * x * x)))
+    return x * root * root
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """Of rows whose largest magnitudes these are, and its reciprocal. Exact divisions, as the reference's."""
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST)
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
@@ -19,45 +34,58 @@ def quantise_rows_kernel(
     scales,
     count,
     x_row,
+    GELU: tl.constexpr,
+    DIP: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """values = x / scale, scale = largest magnitude of the row / LARGEST."""
+    """values = x / scale, scale = largest magnitude of the row / LARGEST; of GELU(x) in place of x if GELU.
+
+    Products with the reciprocal of a scale pass LARGEST by a last place at most, which rounds to it.
+    """
     program = tl.program_id(0).to(tl.int64)  # a long clip has more than 2^31 values
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < count) & (column < WIDTH)
     value = tl.load(x + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value), axis=1, keep_dims=True)
-    # Exact divisions: an approximate one would round some values to another neighbour than the reference does.
-    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST)
-    # Zero but for rows with NaN or infinity, which a maximum passes over.
-    scale += tl.sum(value - value, axis=1, keep_dims=True)
-    value = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
-    value = tl.where(value > LARGEST, LARGEST, tl.where(value < -LARGEST, -LARGEST, value))
+    if GELU:
+        largest = tl.maximum(gelu(tl.max(value, axis=1, keep_dims=True)), DIP)
+        value = gelu(value)
+    else:
+        largest = tl.max(tl.abs(value), axis=1, keep_dims=True)
+    scale, inverse = scale_of(largest, LARGEST, LEAST)
+    value *= inverse
     tl.store(values + row * WIDTH + column, value.to(values.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale, mask=row < count)
 
 
-def run(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Fill `values` and `scales`. Shapes and strides as `op.py` checks them."""
+def launch_size(width: int) -> tuple[int, int]:
+    """Rows of a program and the warps that share them: 32 values to a thread, 64 of the widest rows, in 512 threads."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 8192 // block)
+    return rows, min(16, max(1, rows * block // 1024))
+
+
+def run(x: Tensor, values: Tensor, scales: Tensor, gelu: bool = False, warps: int | None = None) -> None:
+    """Fill `values` and `scales`. Shapes and strides as `op.py` checks them. warps: of a program, if not the usual."""
     count, width = x.shape
     if width > WIDEST:
         raise ValueError(f"rows have {width} values, at most {WIDEST} fit into the registers of one program")
-    block = triton.next_power_of_2(width)
-    rows = max(1, 8192 // block)
+    rows, usual = launch_size(width)
     launch(
         quantise_rows_kernel,
         (triton.cdiv(count, rows),),
         x.device,
         *(x, values, scales, count, x.stride(0)),
+        GELU=gelu,
+        DIP=DIP,
         LARGEST=LARGEST,
         LEAST=LEAST,
         WIDTH=width,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(width),
         ROWS=rows,
-        num_warps=min(16, max(1, rows * block // 1024)),
+        num_warps=warps or usual,
     )

@@ -1,19 +1,51 @@
 """What `op.py` promises, in float32 PyTorch operations: the truth of tests and what runs where no kernel does."""
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 # A row of zeros needs a scale that can be divided by.
 LEAST = 1e-12
+# GELU (tanh form) never goes below -DIP and rises from there on: its largest magnitude in a row is that of the largest
+# value.
+DIP = 0.1701
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale = largest magnitude of the row / 448; values divided by it, rounded to nearest even."""
+class Quantised(NamedTuple):
+    """Rows in fp8; about values * scales."""
+
+    values: Tensor  # e4m3 [..., width]
+    scales: Tensor  # float32 [..., 1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def flatten(self) -> "Quantised":
+        """All rows one after the other."""
+        return Quantised(*(part.flatten(0, -2) for part in self))
+
+
+def quantise_rows(x: Tensor) -> Quantised:
+    """Scale = largest magnitude of the row / 448; values times its reciprocal, rounded to nearest even."""
     x32 = x.float()
-    scale = x32.abs().amax(dim=-1, keepdim=True).div(LARGEST).clamp_min(LEAST)
-    return (x32 / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    return _quantised(x32, x32.abs().amax(dim=-1, keepdim=True))
+
+
+def gelu_quantise_rows(x: Tensor) -> Quantised:
+    """The same of GELU(x), tanh form; the largest magnitude counts as `DIP` at least."""
+    x32 = x.float()
+    largest = F.gelu(x32.amax(dim=-1, keepdim=True), approximate="tanh").clamp_min(DIP)
+    return _quantised(F.gelu(x32, approximate="tanh"), largest)
+
+
+def _quantised(x: Tensor, largest: Tensor) -> Quantised:
+    scale = largest.div(LARGEST).clamp_min(LEAST)
+    return Quantised((x * (1 / scale)).to(E4M3), scale)
 
 
 def dequantise(values: Tensor, scale: Tensor) -> Tensor:

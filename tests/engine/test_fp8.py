@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine import checkpoint, fp8
+from engine import checkpoint, fp8, fused
 from engine.checkpoint import load_transformer
 from engine.errors import RequestError
 from engine.fp8 import Fp8Linear, convert, lack, quantised, reference_product
+from engine.layers import FeedForward
+from engine.packed import joint
 from kernels.quantise_rows.reference import quantise_rows
 from tests import toy
 from tests.engine.random_model import random_model
@@ -50,14 +52,42 @@ def test_any_shape_before_the_width_also_strided():
         torch.testing.assert_close(together[b], fp8_layer(x[b].contiguous()))
 
 
+def test_three_layers_side_by_side_quantise_once_and_give_the_same():
+    x = torch.randn(2, 5, 64)
+    parts = [Fp8Linear(nn.Linear(64, 32)) for _ in range(3)]
+    out = torch.full((2, 9, 96), torch.nan)
+    fp8.project(parts, x, out[:, 2:7])
+    assert torch.equal(out[:, 2:7], torch.cat([layer(x) for layer in parts], dim=-1))
+    assert out[:, :2].isnan().all() and out[:, 7:].isnan().all()
+    narrow = torch.zeros(2, 5, 100)
+    fp8.project(parts, quantise_rows(x), narrow[:, :, 4:])
+    assert torch.equal(narrow[:, :, 4:], out[:, 2:7]) and not narrow[:, :, :4].any()
+
+
+def test_queries_keys_and_values_share_one_tensor():
+    model, _ = random_model(layers=3)
+    convert(model)
+    for layers in model.transformer_blocks[1].attn.streams():
+        for whole, leaf in zip(joint(layers), ("weight", "scale", "bias"), strict=True):
+            assert whole.data_ptr() == getattr(layers[0], leaf).data_ptr(), leaf
+            assert len(whole) == 3 * len(getattr(layers[0], leaf))
+
+
+def test_gelu_goes_into_the_second_product_in_fp8():
+    ff, x = FeedForward(64, 128), torch.randn(2, 5, 64)
+    ff.net[0].proj, ff.net[2] = Fp8Linear(ff.net[0].proj), Fp8Linear(ff.net[2])
+    torch.testing.assert_close(fused.feed_forward(ff, quantise_rows(x)), ff(x), rtol=1e-4, atol=2e-2)
+
+
 def test_what_the_cpu_s_own_scaled_product_gives():
     layer, x = products(dtype=torch.bfloat16)
     weight, scale = quantise_rows(layer.weight)
+    rows = quantise_rows(x)
     try:
-        ours = fp8.scaled_product(x, weight, scale, layer.bias)
+        ours = fp8.scaled_product(rows, weight, scale, layer.bias)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has none: {error}")
-    expected = reference_product(x.float(), weight, scale, layer.bias)
+    expected = reference_product(rows, weight, scale, layer.bias.float())
     torch.testing.assert_close(ours.float(), expected, rtol=2**-7, atol=1e-3)
 
 

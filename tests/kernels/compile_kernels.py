@@ -12,14 +12,17 @@ from triton.compiler import ASTSource
 
 from kernels.modulate import kernel as modulate
 from kernels.qk_norm_rope import kernel as qk_norm_rope
+from kernels.quantise_rows import kernel as quantise_rows
 
 WIDTH, HEADS, HEAD = 4096, 32, 128
-POINTERS = {"gate": "*fp32", "shift": "*fp32", "scale": "*fp32", "cosines": "*fp32", "sines": "*fp32"}
+POINTERS = dict.fromkeys(("gate", "shift", "scale", "scales", "cosines", "sines"), "*fp32") | {"values": "*fp8e4nv"}
 INPUTS = ("x", "y", "residual", "out", "video", "text", "video_out", "text_out")
-COUNTS = ("tokens", "video_tokens", "text_tokens", "heads")  # of any value, so not known to be multiples of 16
+COUNTS = ("tokens", "count", "video_tokens", "text_tokens", "heads")  # of any value, so not known to be multiples of 16
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, constants: dict) -> str:
+    if name == "out" and constants.get("QUANTISE"):
+        return "*fp8e4nv"
     if name in INPUTS or name.startswith("norm_"):
         return "*bf16"
     return POINTERS.get(name, "fp32" if name == "eps" else "i32")
@@ -27,7 +30,7 @@ def type_of(name: str) -> str:
 
 def compiled(kernel, constants: dict, warps: int, capability: int) -> SimpleNamespace:
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    signature = {name: "constexpr" if name in constants else type_of(name, constants) for name in names}
     aligned = [i for i, name in enumerate(names) if name not in (*constants, *COUNTS, "eps")]
     source = ASTSource(
         fn=kernel,
@@ -39,10 +42,17 @@ def compiled(kernel, constants: dict, warps: int, capability: int) -> SimpleName
 
 
 def cases():
-    for gated in (False, True):
-        size = modulate.launch_size(WIDTH, gated)
-        constants = {"WIDTH": WIDTH, "BLOCK": WIDTH, "ROWS": size.rows, "GATED": gated}
-        yield f"modulate gated={gated}", modulate.modulate_kernel, constants, size.warps
+    limits = {"LARGEST": quantise_rows.LARGEST, "LEAST": quantise_rows.LEAST}
+    for quantised in (False, True):
+        for gated in (False, True):
+            size = modulate.launch_size(WIDTH, gated)
+            constants = {"WIDTH": WIDTH, "BLOCK": WIDTH, "ROWS": size.rows, "GATED": gated, "QUANTISE": quantised}
+            name = f"modulate gated={gated}{' fp8' * quantised}"
+            yield name, modulate.modulate_kernel, constants | limits, size.warps
+    for width, gelu in ((WIDTH, False), (8 * WIDTH, True)):
+        rows, warps = quantise_rows.launch_size(width)
+        constants = {"WIDTH": width, "BLOCK": width, "ROWS": rows, "GELU": gelu, "DIP": quantise_rows.DIP}
+        yield f"quantise_rows gelu={gelu} fp8", quantise_rows.quantise_rows_kernel, constants | limits, warps
     for copied in (False, True):
         size = qk_norm_rope.launch_size(HEADS, HEAD)
         constants = {"SIZE": HEAD, "BLOCK": HEAD, "TOKENS": size.tokens, "HEADS": size.heads}

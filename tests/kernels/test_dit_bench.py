@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.fused import Streams
-from kernels import dit_bench, timing
+from kernels import dit_bench, dit_steps, timing
 from kernels.kernel_bench import main as kernel_main
 from kernels.modulate import bench as modulate_bench
 from kernels.qk_norm_rope import bench as qk_norm_rope_bench
@@ -33,8 +33,21 @@ def test_the_last_line_is_the_record(capsys):
     assert set(names) >= PEERS and all(name in PEERS or name.startswith("ours") for name in names)
     assert all(row["block_ms"] > 0 for row in record["rows"])
     assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours", "ours-fp8"}
-    assert {kernel["name"] for kernel in record["kernels"]} >= {"modulate", "gated_modulate", "qk_norm_rope"}
+    assert {kernel["name"] for kernel in record["kernels"]} >= {
+        "modulate",
+        "gated_modulate",
+        "qk_norm_rope",
+        "gelu_quantise_rows",
+    }
     assert all(kernel["copy_share"] > 0 for kernel in record["kernels"])
+
+
+def test_whole_steps_that_do_not_fit_into_the_budget_are_named(capsys):
+    block = {"plain": 70.0, "plain-best-attention": 55.0, "ours": 46.0, "ours-fp8": 38.0}
+    config = dit_bench.MMDiTConfig()
+    assert dit_steps.affordable(block, config, 2, 1000) == list(dit_steps.WANTED)
+    assert dit_steps.affordable(block, config, 2, 20) == ["ours", "ours-fp8"]
+    assert "no whole step of plain: it takes 15 s, 2 s are left" in capsys.readouterr().out
 
 
 @torch.no_grad()

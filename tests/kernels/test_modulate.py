@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 
 from kernels import launch
 from kernels.modulate import op, reference
+from kernels.quantise_rows.reference import E4M3, dequantise
 from tests.engine.golden_case import DATA
 from tests.kernels.truth import DTYPES, assert_as_good_as_plain, one_rounding
 
@@ -97,6 +98,49 @@ def test_strided_input_is_read_where_it_lies(device, dtype):
     one = big[:1, :7, 0].as_strided((1, 7, 40), (3, 120, 1))  # a batch of one may have any stride
     for given in ((x, shift, scale), (one, shift[0], scale[0])):
         assert_as_good_as_plain(op.modulate(*given), plain_modulate(*given), exact(plain_modulate, *given))
+
+
+def quantised_by_kernel(x, shift, scale, gated=None):
+    """What the kernel makes of it. Triton's interpreter rounds to fp8 wrongly, so on a CPU PyTorch does."""
+    from kernels.modulate import kernel
+
+    values = torch.full(x.shape, torch.nan, device=x.device).to(E4M3 if x.is_cuda else torch.float32)
+    scales = torch.full((*x.shape[:-1], 1), torch.nan, device=x.device)
+    kernel.run(x, values, shift, scale, EPS, gated, scales=scales)
+    return values.to(E4M3), scales
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "per sample"])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_quantised_rows_are_within_half_a_step_of_exact_values(device, shape, shared):
+    x, y, gate, shift, scale = inputs(shape, torch.bfloat16, device, shared)
+    residual = torch.empty_like(x)
+    found = {
+        "alone": (quantised_by_kernel(x, shift, scale), plain_modulate, (x, shift, scale)),
+        "gated": (
+            quantised_by_kernel(x, shift, scale, (y, gate, residual)),
+            lambda *given: plain_gated(*given)[1],
+            (x, y, gate, shift, scale),
+        ),
+    }
+    assert torch.equal(residual, op.gated_modulate(x, y, gate, shift, scale)[0])
+    for what, ((values, scales), plain, given) in found.items():
+        truth = exact(plain, *given)
+        assert scales.shape == (*shape[:-1], 1), what
+        largest = truth.abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(448 * scales.double().cpu(), largest, rtol=1e-5, atol=1e-6)
+        step = 2.0 ** ((truth / scales.double().cpu()).abs().clamp_min(2.0**-6).log2().floor() - 3) * scales.cpu()
+        error = (dequantise(values, scales).double().cpu() - truth).abs()
+        assert (error <= 0.51 * step + 1e-5 * largest).all(), what
+
+
+def test_the_reference_quantises_what_it_would_have_returned():
+    x, y, gate, shift, scale = inputs((2, 5, 64), torch.float32, torch.device("cpu"), False)
+    (residual, after), (same, rows) = (op.gated_modulate(x, y, gate, shift, scale, quantise=q) for q in (False, True))
+    assert torch.equal(residual, same) and rows.shape == after.shape
+    torch.testing.assert_close(dequantise(*rows), after, rtol=0.07, atol=1e-3)
+    alone = op.modulate(x, shift, scale, quantise=True)
+    torch.testing.assert_close(dequantise(*alone), op.modulate(x, shift, scale), rtol=0.07, atol=1e-3)
 
 
 def test_offsets_beyond_32_bits(device):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.quantise_rows import op, reference
 from tests.kernels.truth import DTYPES
@@ -7,15 +8,15 @@ from tests.kernels.truth import DTYPES
 SHAPES = [(1, 16), (7, 24), (5, 4096), (3, 257), (67, 1), (2, 32768)]
 
 
-def by_kernel(x):
+def by_kernel(x, gelu=False):
     """What the kernel makes of x. Triton's interpreter loses the carry when it rounds to fp8 (126 becomes 64), so on a
     CPU the kernel writes float32 and PyTorch rounds."""
     if x.is_cuda:
-        return op.quantise_rows(x)
+        return op.gelu_quantise_rows(x) if gelu else op.quantise_rows(x)
     from kernels.quantise_rows import kernel
 
     values, scales = torch.full(x.shape, torch.nan), torch.full((len(x), 1), torch.nan)
-    kernel.run(x, values, scales)
+    kernel.run(x, values, scales, gelu)
     return values.to(reference.E4M3), scales
 
 
@@ -47,6 +48,32 @@ def test_kernel_and_reference_agree_to_the_bit(device):
     expected, expected_scales = reference.quantise_rows(x.cpu())
     assert torch.equal(values.cpu().view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales.cpu(), expected_scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+def test_gelu_is_applied_before_it_is_quantised(request, path, shape, dtype):
+    run, device = reference.gelu_quantise_rows, torch.device("cpu")
+    if path == "kernel":
+        run, device = lambda x: by_kernel(x, gelu=True), request.getfixturevalue("device")
+    x = (torch.randn(shape) * torch.logspace(-1, 2, shape[0])[:, None]).to(device, dtype)
+    values, scales = run(x)
+    truth = F.gelu(x.double().cpu(), approximate="tanh")
+    largest = truth.abs().amax(1, keepdim=True)
+    # No value is beyond what the scale stands for, and rows with a value of some size use all of it.
+    assert (448 * scales.double().cpu() >= largest * (1 - 1e-5)).all()
+    size = largest.clamp_min(reference.DIP)
+    torch.testing.assert_close(448 * scales.double().cpu(), size, rtol=1e-5, atol=0)
+    step = 2.0 ** ((truth / scales.cpu()).abs().clamp_min(2.0**-6).log2().floor() - 3) * scales.cpu()
+    error = (reference.dequantise(values, scales).double().cpu() - truth).abs()
+    assert (error <= 0.51 * step + 1e-5 * size).all()
+
+
+def test_gelu_never_falls_below_its_dip():
+    x = torch.linspace(-20, 0, 100_001, dtype=torch.float64)
+    lowest = float(F.gelu(x, approximate="tanh").min())
+    assert -reference.DIP < lowest < 1e-3 - reference.DIP
 
 
 def test_rows_of_zeros_and_strided_rows(quantise):
