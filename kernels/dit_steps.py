@@ -1,4 +1,4 @@
-"""Whole denoising steps of the 29B transformer with random weights: the part of `kernels.dit_bench` that needs 60 GiB."""
+"""Whole denoising steps of the 29B transformer with random weights, a part of `kernels.dit_bench`; needs 60 GiB."""
 
 from __future__ import annotations
 
