@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.launch import launch
 from kernels.quantise_rows.kernel import scale_of
-from kernels.quantise_rows.reference import LARGEST, LEAST
+from kernels.quantise_rows.reference import LEAST, UNIT
 
 WIDEST = 32768
 
@@ -61,7 +61,7 @@ def modulate_kernel(
     out_batch,
     out_token,
     eps,
-    LARGEST: tl.constexpr,
+    UNIT: tl.constexpr,
     LEAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,7 +97,7 @@ def modulate_kernel(
     value = deviation * tl.rsqrt(variance + eps) * factor + offset
     if QUANTISE:
         largest = tl.max(tl.abs(tl.where(inside, value, 0.0)), axis=1, keep_dims=True)
-        row_scale, inverse = scale_of(largest, LARGEST, LEAST)
+        row_scale, inverse = scale_of(largest, UNIT, LEAST)
         tl.store(scales + sample * tokens + token, row_scale, mask=token < tokens)
         value *= inverse
     tl.store(out + sample * out_batch + token * out_token + column, value.to(out.dtype.element_ty), mask=mask)
@@ -129,7 +129,7 @@ def run(
         *(per_sample(gate), per_sample(shift), per_sample(scale)),
         *(residual.stride(0), residual.stride(1), out.stride(0), out.stride(1)),
         eps,
-        LARGEST=LARGEST,
+        UNIT=UNIT,
         LEAST=LEAST,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),

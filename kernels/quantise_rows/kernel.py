@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
-from kernels.quantise_rows.reference import DIP, LARGEST, LEAST
+from kernels.quantise_rows.reference import DIP, LEAST, UNIT
 
 WIDEST = 65536
 
@@ -21,9 +21,9 @@ def gelu(x):
 
 
 @triton.jit
-def scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Of rows whose largest magnitudes these are, and its reciprocal. Exact divisions, as the reference's."""
-    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST)
+def scale_of(largest, UNIT: tl.constexpr, LEAST: tl.constexpr):
+    """Of rows whose largest magnitudes these are, and its reciprocal: an exact division, as the reference's."""
+    scale = tl.maximum(largest * UNIT, LEAST)
     return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
@@ -36,15 +36,15 @@ def quantise_rows_kernel(
     x_row,
     GELU: tl.constexpr,
     DIP: tl.constexpr,
-    LARGEST: tl.constexpr,
+    UNIT: tl.constexpr,
     LEAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """values = x / scale, scale = largest magnitude of the row / LARGEST; of GELU(x) in place of x if GELU.
+    """values = x / scale, scale = largest magnitude of the row * UNIT; of GELU(x) in place of x if GELU.
 
-    Products with the reciprocal of a scale pass LARGEST by a last place at most, which rounds to it.
+    Products with the reciprocal of a scale pass 448 by a last place at most, which rounds to it.
     """
     program = tl.program_id(0).to(tl.int64)  # a long clip has more than 2^31 values
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
@@ -56,7 +56,7 @@ def quantise_rows_kernel(
         value = gelu(value)
     else:
         largest = tl.max(tl.abs(value), axis=1, keep_dims=True)
-    scale, inverse = scale_of(largest, LARGEST, LEAST)
+    scale, inverse = scale_of(largest, UNIT, LEAST)
     value *= inverse
     tl.store(values + row * WIDTH + column, value.to(values.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale, mask=row < count)
@@ -82,7 +82,7 @@ def run(x: Tensor, values: Tensor, scales: Tensor, gelu: bool = False, warps: in
         *(x, values, scales, count, x.stride(0)),
         GELU=gelu,
         DIP=DIP,
-        LARGEST=LARGEST,
+        UNIT=UNIT,
         LEAST=LEAST,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),

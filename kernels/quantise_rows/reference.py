@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+# The largest value is 448. A factor, because PyTorch divides by a number in one way on a CPU and in another on a GPU.
+UNIT = 1 / 448
 # A row of zeros needs a scale that can be divided by.
 LEAST = 1e-12
 # GELU (tanh form) never goes below -DIP and rises from there on: its largest magnitude in a row is that of the largest
@@ -31,7 +32,7 @@ class Quantised(NamedTuple):
 
 
 def quantise_rows(x: Tensor) -> Quantised:
-    """Scale = largest magnitude of the row / 448; values times its reciprocal, rounded to nearest even."""
+    """Scale = largest magnitude of the row * UNIT; values times its reciprocal, rounded to nearest even."""
     x32 = x.float()
     return _quantised(x32, x32.abs().amax(dim=-1, keepdim=True))
 
@@ -44,7 +45,7 @@ def gelu_quantise_rows(x: Tensor) -> Quantised:
 
 
 def _quantised(x: Tensor, largest: Tensor) -> Quantised:
-    scale = largest.div(LARGEST).clamp_min(LEAST)
+    scale = (largest * UNIT).clamp_min(LEAST)
     return Quantised((x * (1 / scale)).to(E4M3), scale)
 
 

@@ -38,6 +38,32 @@ def test_scaled_products_are_those_of_the_reference(rows, inputs, outputs):
     assert ((ours.float() - exact).abs() <= 2**-8 * exact.abs() + 6e-3 * size).all()
 
 
+def test_three_layers_side_by_side_give_what_each_gives():
+    """Into the parts of a larger tensor, as the blocks do it, batch 2."""
+    layers = [Fp8Linear(torch.nn.Linear(4096, 4096, device=CUDA, dtype=torch.bfloat16)) for _ in range(3)]
+    x = torch.randn(2, 515, 4096, device=CUDA, dtype=torch.bfloat16)
+    out = torch.full((2, 600, 3 * 4096), torch.nan, device=CUDA, dtype=torch.bfloat16)
+    fp8.project(layers, x, out[:, :515])
+    assert relative(out[:, :515], torch.cat([layer(x) for layer in layers], dim=-1)) < 6e-3
+    assert out[:, 515:].isnan().all()
+
+
+def test_the_passes_of_a_block_quantise_as_their_parts_do():
+    """At the released widths: fused into the gated residual, and behind GELU."""
+    from kernels.modulate.op import gated_modulate
+
+    x, y = torch.randn(2, 1, 1001, 4096, device=CUDA, dtype=torch.bfloat16)
+    vectors = torch.randn(3, 4096, device=CUDA)
+    residual, rows = gated_modulate(x, y, *vectors, quantise=True)
+    same, value = gated_modulate(x, y, *vectors)
+    assert torch.equal(residual, same)
+    assert relative(reference.dequantise(*rows), value) < 0.03
+    wide = torch.randn(1001, 32768, device=CUDA, dtype=torch.bfloat16) * 3
+    found, expected = op.gelu_quantise_rows(wide), reference.gelu_quantise_rows(wide)
+    torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0)
+    assert relative(reference.dequantise(*found), reference.dequantise(*expected)) < 6e-3
+
+
 def test_every_output_is_written():
     layer = torch.nn.Linear(4096, 4096, device=CUDA, dtype=torch.bfloat16)
     ours = Fp8Linear(layer)(torch.randn(2, 1000, 4096, device=CUDA, dtype=torch.bfloat16))

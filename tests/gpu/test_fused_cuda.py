@@ -7,6 +7,7 @@ import torch
 
 from engine import fused
 from engine.attention import ABOUT, TRUE_TOKENS, Shape, attend, choose_attention, probe
+from engine.fp8 import lack as fp8_lack
 from engine.layers import TransformerBlock
 from engine.mmdit import PAN2Transformer3DModel
 from kernels import launch
@@ -157,8 +158,8 @@ def test_fused_and_plain_make_the_same_video_on_the_small_model():
     from engine.noise import draw_noise
     from engine.schedule import build_scheduler
 
-    def latents(dtype, on):
-        model = load_transformer(TINY, CUDA, dtype)
+    def latents(dtype, on, fp8=False):
+        model = load_transformer(TINY, CUDA, dtype, fp8=fp8)
         model.set_fused_kernels(on)
         generator = torch.Generator().manual_seed(1)
         texts = [torch.randn(1, n, model.config.text_embed_dim, generator=generator) for n in (19, 5)]
@@ -172,3 +173,8 @@ def test_fused_and_plain_make_the_same_video_on_the_small_model():
     far, cost = ((a - b).norm() / b.norm() for a, b in ((ours, truth), (plain, truth)))
     print(f"final latents against fp32: fused bf16 {far:.2e}, plain bf16 {cost:.2e}")
     assert far <= 2 * cost + 1e-3
+    if not fp8_lack(CUDA):
+        off = (latents(torch.bfloat16, True, fp8=True) - ours).square().mean().sqrt()
+        psnr = float(20 * ((ours.max() - ours.min()) / off).log10())
+        print(f"fp8 against bf16, final latents: {psnr:.1f} dB")
+        assert psnr >= 35

@@ -42,7 +42,7 @@ def compiled(kernel, constants: dict, warps: int, capability: int) -> SimpleName
 
 
 def cases():
-    limits = {"LARGEST": quantise_rows.LARGEST, "LEAST": quantise_rows.LEAST}
+    limits = {"UNIT": quantise_rows.UNIT, "LEAST": quantise_rows.LEAST}
     for quantised in (False, True):
         for gated in (False, True):
             size = modulate.launch_size(WIDTH, gated)
