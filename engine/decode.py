@@ -226,17 +226,10 @@ class HostCopy:
 
     def start(self, span: slice) -> Pending:
         """Run a pass. On CUDA this only queues the work; on a CPU the frames are there when it returns."""
-        began, buffer, done, finite = time.perf_counter(), self.ring.next(), 0, []
-        ours = buffer[:, self.run.rows.pixels]
-        with _computing(self.run.plan.choice.precision):
-            for frames, whole in self.run.frames(span):
-                finite.append(whole)
-                self._copy(frames, ours[done : done + len(frames)])
-                done += len(frames)
-            # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
-            flag = torch.empty(1, dtype=torch.bool, pin_memory=self.cuda)
-            self._copy(torch.stack(finite).all(dim=0, keepdim=True), flag)
-        return Pending(self, span, buffer[:done], flag, began)
+        pending = Pending(self, span)
+        while pending.advance():
+            pass
+        return pending
 
     def skip(self, span: slice) -> None:
         """Run a pass whose frames were delivered before, for the state that it leaves."""
@@ -244,7 +237,8 @@ class HostCopy:
             for _ in self.run.frames(span):
                 pass
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """To the host, when what is queued so far has made it."""
         if self.stream is None:
             target.copy_(source)
             return
@@ -258,11 +252,32 @@ class HostCopy:
 
 
 class Pending:
-    """A pass that was started. span: its latent frames; began: when, by `time.perf_counter`."""
+    """A pass on its way. span: its latent frames; began: when, by `time.perf_counter`."""
 
-    def __init__(self, copy: HostCopy, span: slice, frames: Tensor, flag: Tensor, began: float) -> None:
-        self.copy, self.span, self.frames, self.flag, self.began = copy, span, frames, flag, began
-        self.event = copy.stream.record_event() if copy.stream is not None else None
+    def __init__(self, copy: HostCopy, span: slice) -> None:
+        self.copy, self.span, self.began = copy, span, time.perf_counter()
+        self.buffer, self.done, self.event = copy.ring.next(), 0, None
+        self.flag = torch.empty(1, dtype=torch.bool, pin_memory=copy.cuda)
+        self._pieces, self._finite = copy.run.frames(span), []
+
+    def advance(self) -> bool:
+        """Queue the next piece of the pass; False once all of it is queued."""
+        with _computing(self.copy.run.plan.choice.precision):
+            frames, finite = next(self._pieces, (None, None))
+            if frames is not None:
+                ours = self.buffer[:, self.copy.run.rows.pixels]
+                self.copy.copy(frames, ours[self.done : self.done + len(frames)])
+                self._finite.append(finite)
+                self.done += len(frames)
+                return True
+            # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
+            self.copy.copy(torch.stack(self._finite).all(dim=0, keepdim=True), self.flag)
+        self.event = self.copy.stream.record_event() if self.copy.cuda else None
+        return False
+
+    def ready(self) -> bool:
+        """Whether the frames are on the host already."""
+        return self.event is None or self.event.query()
 
     def wait(self) -> bool:
         """Wait until the frames are on the host; whether all values were finite."""
@@ -275,7 +290,7 @@ class Pending:
         plan = self.copy.run.plan
         if not self.wait():
             raise plan.not_finite(self.span)
-        return plan.deliver(self.span, self.frames.numpy(), time.perf_counter() - self.began)
+        return plan.deliver(self.span, self.buffer[: self.done].numpy(), time.perf_counter() - self.began)
 
 
 def _deliver(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
@@ -306,7 +321,13 @@ def _attempt(copy: HostCopy, stop: Callable[[], bool], done: int) -> Iterator[Fr
         if index < done:
             copy.skip(span)
             continue
-        started.append(copy.start(span))
+        pending = Pending(copy, span)
+        while pending.advance():
+            # A GPU takes about a thousand kernels ahead, less than a pass has: without this, frames that are there
+            # would wait until the next pass is nearly done as well.
+            while started and started[0].ready():
+                yield started.popleft().chunk()
+        started.append(pending)
         while len(started) > copy.ahead:
             yield started.popleft().chunk()
     yield from (pending.chunk() for pending in started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from engine.bands import Rows
 from engine.decode_plan import Choice, Plan
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.settings import DecodeSettings
 from kernels.choose import AUTO, Path, choose
 from kernels.launch import lack as triton_lack
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Why "auto" passes a decoder over that could run. Take one out when the device tests have passed and its frames and
-# figures are in kernels/vae_decode/benchmarks.md.
-HELD_BACK: dict[str, str] = {"built": "no GPU has run it yet", "portable": "no GPU has run it yet"}
 FAST = ("built", "portable")  # decoders whose passes end where tiles do
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What takes over where a precision overflows: the same range as fp32.
@@ -34,10 +32,11 @@ WIDER = {"fp16": "bf16"}
 def paths(device: torch.device, precision: str = AUTO) -> tuple[Path, ...]:
     """Every decoder, the most wanted first, with what it lacks on a device and for a precision."""
     about = "our decoder with fewer multiplications: cuDNN's convolutions, passes of our own"
+    lack = _built_lack(device, precision)
     compiled = "our decoder with fewer multiplications: convolutions compiled for this GPU, at their first use"
     return (
-        Path("built", compiled, _built_lack(device, precision), HELD_BACK.get("built")),
-        Path("portable", about, _portable_lack(device), HELD_BACK.get("portable")),
+        Path("built", compiled, lack, None if lack else _unmeasured(device)),
+        Path("portable", about, _portable_lack(device)),
         Path("plain", "our decoder in PyTorch operations"),
         Path("reference", "the decoder of diffusers", held_back="it is what the others are measured against"),
     )
@@ -57,6 +56,15 @@ def _built_lack(device: torch.device, precision: str) -> str | None:
     from kernels.vae_decode import built
 
     return built.lack(device)
+
+
+def _unmeasured(device: torch.device) -> str | None:
+    """Why "auto" passes compiled kernels over: nobody knows that they are faster on this GPU."""
+    from kernels.vae_decode.table import is_measured
+
+    if device.type != "cuda" or is_measured(name := torch.cuda.get_device_name(device), "fp16", "built"):
+        return None
+    return f"it was not measured on {name} (python -m kernels.vae_decode.bench --layers --out kernels/vae_decode does)"
 
 
 def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
@@ -93,13 +101,26 @@ def _auto_precision(path: str, device: torch.device, why: str) -> tuple[str, str
     return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
 
 
+def compile_kernels(device: torch.device, say: Callable[[str], None]) -> None:
+    """Whatever "auto" decodes with on a device is compiled now, if it has to be, so that no video waits for it."""
+    if explain(DecodeSettings(), device).path != "built":
+        return
+    from kernels.vae_decode.built import Built
+
+    try:
+        Built.on(device, say)
+    except EngineError as error:
+        # From now on the path lacks what this says, wherever paths are explained.
+        log.warning("Decoding goes on without compiled kernels: %s", error)
+
+
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], PortableDecoder]] = weakref.WeakKeyDictionary()
 
 
 def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
     """The decoder of a choice with its weights transformed; the last one of each VAE is kept for the next video."""
     from kernels.vae_decode.portable import PortableDecoder
-    from kernels.vae_decode.table import routes
+    from kernels.vae_decode.table import ways
 
     device = vae.post_quant_conv.weight.device
     key = (choice.path, choice.precision, str(device))
@@ -107,8 +128,8 @@ def fast_decoder(vae: nn.Module, choice: Choice) -> PortableDecoder:
     if kept is None or kept[0] != key:
         _prepared.pop(vae, None)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        ways, parts = routes(name, choice.precision, choice.path), _parts(vae, choice.path, device)
-        kept = (key, PortableDecoder(vae, DTYPES[choice.precision], ways, **parts))
+        rows, parts = ways(name, choice.precision, choice.path), _parts(vae, choice.path, device)
+        kept = (key, PortableDecoder(vae, DTYPES[choice.precision], rows, **parts))
         _prepared[vae] = kept
     return kept[1]
 
@@ -118,11 +139,10 @@ def _parts(vae: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
     if path != "built":
         return {}
     from kernels.vae_decode.built import Built, check_widths
-    from kernels.vae_decode.convolve import Cudnn
 
     check_widths(vae.decoder)
     kernels = Built.on(device)
-    return {"convolver": kernels, "passes": kernels.passes(), "others": {Cudnn.name: Cudnn()}}
+    return {"convolver": kernels, "passes": kernels.passes()}
 
 
 def forget(vae: nn.Module) -> None:

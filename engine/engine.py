@@ -373,7 +373,7 @@ class Engine:
 
     def _report(self, part: str, done: int, total: int) -> None:
         words = f"Loading {self.preset.title}, {part.replace('_', ' ')}: {in_words(done)} of {in_words(total)}."
-        self._readiness = Readiness("loading", words, done, total)
+        self._readiness = Readiness("loading", words if total else part, done, total)
 
     @contextmanager
     def _watched(self, folder: Path | None = None) -> Iterator[Telemetry]:

@@ -20,6 +20,7 @@ from engine import fp8
 from engine.attention import SMALL_TOKENS, TRUE_TOKENS, Shape, choose_attention
 from engine.condition import encode_image, prepare_image
 from engine.decode import decode, explain, float_frames
+from engine.decode_paths import compile_kernels
 from engine.decode_plan import Choice as DecodeChoice
 from engine.decode_plan import FrameChunk
 from engine.denoise import Step, denoise
@@ -77,7 +78,8 @@ class LocalExecutor:
         self._lock = threading.Lock()
 
     def load(self, settings: DenoiseSettings, report: Report) -> None:
-        """Bring every part onto the device; what is there already stays. report: part, bytes done, bytes in all."""
+        """Bring every part onto the device; what is there already stays. report: part, bytes done, bytes in all; or a
+        sentence and zeros."""
         with self._lock:
             if self.holds(settings):
                 return
@@ -101,6 +103,8 @@ class LocalExecutor:
                 self._scattered = not usable(self.device)
             self.placement = wanted
             self._switch(settings)
+            if usable(self.device):
+                compile_kernels(self.device, lambda words: report(words, 0, 0))
 
     def _switch(self, settings: DenoiseSettings) -> None:
         self._switches = None

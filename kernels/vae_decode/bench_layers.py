@@ -43,6 +43,7 @@ LAYERS = (
     Layer(256, 256, 3, 4, 352, 624),
 )
 SMALL = (Layer(16, 16, 1, 4, 3, 4), Layer(16, 8, 2, 4, 3, 4))
+PATHS = {"portable": "cudnn", "built": "built"}  # whose convolutions a path has
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -61,7 +62,7 @@ def convolvers(device: torch.device) -> dict[str, Convolver]:
 
 def milliseconds(layer: Layer, way: Way, convolver: Convolver, dtype: torch.dtype, device: torch.device) -> float:
     """Median of a layer in a stream of frames, after the video's first one."""
-    kit = Kit(passes_for(device), convolver, dtype, lambda i, o, level: table.Route(way), {})
+    kit = Kit(passes_for(device), convolver, dtype, lambda i, o, level: way)
     with torch.device(device):
         module, norm = nn.Conv3d(layer.inputs, layer.outputs, 3), nn.Module()
         norm.gamma = nn.Parameter(torch.ones(layer.inputs))
@@ -82,7 +83,7 @@ def ways(precision: str) -> tuple[Way, ...]:
 def run(device: torch.device, small: bool, out: Path | None) -> Iterator[str]:
     """A line for each layer, then the table's rows for both paths; written to a folder too if there is one."""
     here = convolvers(device)
-    rows: dict[str, dict[str, dict[str, list[str]]]] = {}
+    rows: dict[str, dict[str, dict[str, Way]]] = {}
     with torch.no_grad():
         for precision, dtype in PRECISIONS.items():
             for layer in SMALL if small else LAYERS:
@@ -94,10 +95,10 @@ def run(device: torch.device, small: bool, out: Path | None) -> Iterator[str]:
                 name = table.key(*layer[:3])
                 times = "  ".join(f"{way} {by} {value:.2f} ms" for (way, by), value in found.items())
                 yield f"{precision} {name:12s} {layer.t}x{layer.h}x{layer.w}: {times}"
-                for path in ("portable", *(("built",) if "built" in here else ())):
-                    allowed = {key: value for key, value in found.items() if path == "built" or key[1] == "cudnn"}
-                    best = list(min(allowed, key=allowed.get))
-                    rows.setdefault(path, {}).setdefault(precision, {})[name] = best
+                for path, by in PATHS.items():
+                    times = {way: found[way, by] for way in ways(precision)} if by in here else {}
+                    if times:
+                        rows.setdefault(path, {}).setdefault(precision, {})[name] = min(times, key=times.__getitem__)
     text = json.dumps({gpu_name(device): rows}, indent=1)
     yield text
     if out:

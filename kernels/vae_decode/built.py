@@ -1,7 +1,8 @@
 """The compiled convolutions behind Python: arguments are checked in words, then a plain C call on PyTorch's stream.
 
 An object takes pointers, sizes and a stream and knows nothing of PyTorch. Whatever it could read out of bounds is
-refused here, before a launch. No GPU has run these kernels yet.
+refused here, before a launch. Hopper's have run on an H200; Blackwell's are
+compiled, not run.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ class Built:
     name, fuses = "built", True
 
     def __init__(self, library: Library, target: Target, device: torch.device, multiprocessors: int) -> None:
-        """row: the table's answer for a layer's width, channels and filters; the bench and tests put theirs in."""
+        """row: the table's answer for a layer's width, channels, filters and taps; bench and tests put theirs in."""
         self.library, self.target, self.device, self.multiprocessors = library, target, device, multiprocessors
-        self.row: Callable[[int, int, int], Row] = functools.partial(choose_tile, target.family)
+        self.row: Callable[[int, int, int, int], Row] = functools.partial(choose_tile, target.family)
 
     @classmethod
     def on(cls, device: torch.device, say: Callable[[str], None] = store.log.warning) -> Built:
@@ -237,7 +238,8 @@ class Built:
         return call
 
     def _run(self, call: Convolution, dtype: torch.dtype) -> None:
-        row = self.row(call.width, call.channels, call.filters)
+        taps = call.taps_t * call.taps_h * call.taps_w
+        row = self.row(call.width, call.channels, call.filters, taps)
         call.taps_first = int(row.taps_first)
         tile = self.library.tiles[f"{row.tile}_{NAMES[dtype]}"]
         with self._current():

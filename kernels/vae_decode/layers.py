@@ -7,7 +7,7 @@ its height nor on where it begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,18 @@ from torch import Tensor, nn
 
 from kernels.vae_decode.convolve import Convolver
 from kernels.vae_decode.state import State, beside
-from kernels.vae_decode.table import Route, Routes
+from kernels.vae_decode.table import Ways
 from kernels.vae_decode.winograd import PHASES, Way, four_phases, nine_planes, tiles, transform_weight
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What layers compute with. passes: `passes` or `reference`; convolver: for every layer but those whose route names
-    one of `others`; routes: see `table`."""
+    """What layers compute with. passes: `passes` or `reference`; ways: see `table`."""
 
     passes: Any
     convolver: Convolver
     dtype: torch.dtype
-    routes: Routes
-    others: Mapping[str, Convolver]
+    ways: Ways
 
 
 def _gain(norm: nn.Module) -> Tensor:
@@ -52,16 +50,14 @@ class CausalConv:
     def __init__(self, name: str, module: nn.Module, norm: nn.Module | None, level: int, kit: Kit) -> None:
         self.name, self.kit = name, kit
         self.outputs, self.inputs = module.weight.shape[:2]
-        route = Route("direct") if norm is None else kit.routes(self.inputs, self.outputs, level)
-        self.way: Way = route.way
-        self.convolver = kit.others.get(route.by, kit.convolver)
+        self.way: Way = "direct" if norm is None else kit.ways(self.inputs, self.outputs, level)
         self.gain = None if norm is None else _gain(norm)
         self.weight, self.bias = transform_weight(module.weight.detach(), self.way, kit.dtype), _bias(module)
 
     @property
     def leaves_bias(self) -> bool:
         """Whether a call without residual leaves the bias to the pass that reads its output, which adds it for free."""
-        return self.way == "direct" and not self.convolver.fuses
+        return self.way == "direct" and not self.kit.convolver.fuses
 
     def __call__(
         self, x: Tensor, out: Tensor, state: State, residual: Tensor | None = None, before: Tensor | None = None
@@ -77,14 +73,14 @@ class CausalConv:
             self._tiles(x, out, state, residual, before)
 
     def _direct(self, x: Tensor, out: Tensor, state: State, residual: Tensor | None, before: Tensor | None) -> None:
-        fuses = self.convolver.fuses
+        fuses = self.kit.convolver.fuses
         for rows, buffer in self._bands(x, state, before, self.outputs / self.inputs):
             target, beside = out[:, rows], _rows_of(residual, rows)
             if fuses or (residual is None and self.leaves_bias and self.gain is not None):
-                self.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
+                self.kit.convolver.direct(buffer, self.weight, self.bias if fuses else None, beside, target, (0, 0))
                 continue
             y = torch.empty_like(target, memory_format=torch.contiguous_format)
-            self.convolver.direct(buffer, self.weight, None, None, y, (0, 0))
+            self.kit.convolver.direct(buffer, self.weight, None, None, y, (0, 0))
             self.kit.passes.add(target, y, self.bias, beside)
             del y  # before the next band's is made
 
@@ -92,7 +88,7 @@ class CausalConv:
         """The video's first frame: behind two of zeros only the last tap counts, which is the last of the weights."""
         for rows, buffer in self._bands(x, state, before, self.outputs / self.inputs / 3):
             product = out.new_empty(1, 1, rows.stop - rows.start, x.shape[2], self.outputs)
-            self.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
+            self.kit.convolver.phases(buffer[None, 2:], self.weight[-1:], product, (0, 0), (1, 1))
             self.kit.passes.add(out[:, rows], product[0], self.bias, _rows_of(residual, rows))
             del product
 
@@ -105,7 +101,7 @@ class CausalConv:
             inputs = x.new_empty(phases, n, buffer.shape[1], columns, c)
             self.kit.passes.write_tiles(inputs, buffer)
             products = x.new_empty(phases, n, rows.stop - rows.start, columns, self.outputs)
-            self.convolver.phases(inputs, self.weight, products, (0, 0), pad)
+            self.kit.convolver.phases(inputs, self.weight, products, (0, 0), pad)
             del inputs
             self.kit.passes.write_outputs(out[:, rows], products, self.bias, _rows_of(residual, rows))
             del products

@@ -11,7 +11,7 @@ decodes again in a wider type and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from kernels.vae_decode.convolve import Convolver, Cudnn
 from kernels.vae_decode.layers import CausalConv, Head, Kit, ResidualBlock, UpBlock
 from kernels.vae_decode.plan import PLANS, Level, Plan, peak
 from kernels.vae_decode.state import State
-from kernels.vae_decode.table import Routes, direct
+from kernels.vae_decode.table import Ways, direct
 
 
 class PortableDecoder:
@@ -34,17 +34,16 @@ class PortableDecoder:
         self,
         vae: nn.Module,
         dtype: torch.dtype,
-        routes: Routes = direct,
+        ways: Ways = direct,
         convolver: Convolver | None = None,
         passes: Any = None,
-        others: Mapping[str, Convolver] | None = None,
     ) -> None:
-        """vae: a diffusers AutoencoderKLWan on the device that computes; routes: see `table`; passes: Triton's on a
-        GPU, plain PyTorch elsewhere, unless given; others: convolvers that routes may name."""
+        """vae: a diffusers AutoencoderKLWan on the device that computes; ways: see `table`; passes: Triton's on a GPU,
+        plain PyTorch elsewhere, unless given."""
         check_supported(vae)
         decoder = vae.decoder
         self.dtype, self.device = dtype, vae.post_quant_conv.weight.device
-        kit = Kit(passes or passes_for(self.device), convolver or Cudnn(), dtype, routes, others or {})
+        kit = Kit(passes or passes_for(self.device), convolver or Cudnn(), dtype, ways)
         self.convolver = kit.convolver
         with torch.no_grad():
             self.post_quant = Pointwise(vae.post_quant_conv, dtype)

@@ -1,4 +1,4 @@
-"""Which way each convolution takes on which GPU, in which precision. Data: `bench --layers` measures and writes it.
+"""Which way each convolution takes on which GPU, by which path, in which precision. Data: `bench --layers` writes it.
 
 A way is fixed by GPU model, precision and layer, never by a timing of the moment, so that a video decodes to the same
 frames today and tomorrow. A GPU that is not in the table gets the rule below: direct convolutions in bf16 and fp32, and
@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from kernels.vae_decode.winograd import PHASES, Way
 
@@ -19,14 +19,7 @@ FILE = Path(__file__).with_name("table.json")
 WIDE = 128  # channels from which tiles are tried on a GPU that was not measured
 
 
-class Route(NamedTuple):
-    """How a convolution is computed, and by whose kernels ("": those that the path prefers)."""
-
-    way: Way
-    by: str = ""
-
-
-Routes = Callable[[int, int, int], Route]  # of a layer's inputs, outputs and level
+Ways = Callable[[int, int, int], Way]  # of a layer's inputs, outputs and level
 
 
 def key(inputs: int, outputs: int, level: int) -> str:
@@ -34,26 +27,24 @@ def key(inputs: int, outputs: int, level: int) -> str:
     return f"{inputs}>{outputs}@{level}"
 
 
-def rule(precision: str, inputs: int, outputs: int, level: int) -> Route:
+def rule(precision: str, inputs: int, outputs: int, level: int) -> Way:
     """The way on a GPU that was not measured."""
     tiled = precision == "fp16" and level > 0 and min(inputs, outputs) >= WIDE
-    return Route("time" if tiled else "direct")
+    return "time" if tiled else "direct"
 
 
-def routes(gpu: str, precision: str, path: str = "portable", measured: Mapping[str, Any] | None = None) -> Routes:
+def ways(gpu: str, precision: str, path: str = "portable", measured: Mapping[str, Any] | None = None) -> Ways:
     """The ways of all layers. gpu: as PyTorch names it; measured: what stands in for the file, shaped like it."""
     rows = (table() if measured is None else measured).get(gpu, {}).get(path, {}).get(precision, {})
 
-    def route(inputs: int, outputs: int, level: int) -> Route:
-        row = rows.get(key(inputs, outputs, level))
-        return Route(*row) if row else rule(precision, inputs, outputs, level)
-
-    return route
+    return lambda inputs, outputs, level: (
+        rows.get(key(inputs, outputs, level)) or rule(precision, inputs, outputs, level)
+    )
 
 
-def direct(inputs: int, outputs: int, level: int) -> Route:
+def direct(inputs: int, outputs: int, level: int) -> Way:
     """Every convolution as it stands."""
-    return Route("direct")
+    return "direct"
 
 
 def is_measured(gpu: str, precision: str, path: str = "portable") -> bool:
@@ -63,14 +54,14 @@ def is_measured(gpu: str, precision: str, path: str = "portable") -> bool:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The file: {gpu: {path: {precision: {layer: [way, by]}}}}. ValueError for a way that does not exist."""
+    """The file: {gpu: {path: {precision: {layer: way}}}}. ValueError for a way that does not exist."""
     if not FILE.exists():
         return {}
     found = json.loads(FILE.read_text(encoding="utf-8"))
-    rows = [
-        row for paths in found.values() for kinds in paths.values() for rows in kinds.values() for row in rows.values()
+    ways = [
+        way for paths in found.values() for kinds in paths.values() for rows in kinds.values() for way in rows.values()
     ]
-    unknown = [row for row in rows if row[0] not in get_args(Way)]
+    unknown = [way for way in ways if way not in get_args(Way)]
     if unknown:
         raise ValueError(f"{FILE.name} has ways {unknown}; there are direct, {', '.join(PHASES)}")
     return found

@@ -114,8 +114,8 @@ def _name(tile: str, taps_first: bool) -> str:
 
 def report(kernels: Built, layer: Layer, way: str, found: dict[str, float]) -> str:
     """A block of text: the fastest with a star, the table's with an arrow."""
-    width = tiles_of(layer.w) if way == "time_width" else layer.w
-    row = tiles.choose_tile(kernels.target.family, width, layer.channels, layer.filters)
+    width, taps = (tiles_of(layer.w), 3) if way == "time_width" else (layer.w, 27)
+    row = tiles.choose_tile(kernels.target.family, width, layer.channels, layer.filters, taps)
     best, ours = max(found, key=found.__getitem__), _name(row.tile, row.taps_first)
     marks = {name: ("*" if name == best else " ") + ("<" if name == ours else " ") for name in found}
     return "\n".join([f"{layer}, {way}", *(f"  {marks[name]} {rate:6.0f}  {name}" for name, rate in found.items())])

@@ -35,10 +35,14 @@ TABLE: dict[str, tuple[Row, ...]] = {
 }
 # Half the work of 512 -> 256 is loading weights, so two blocks share them.
 NARROWING = Row(256, 0, "cooperative_128x256_2x1")
+# Products of three taps have short sums: what counts is that one block's output is written while another multiplies.
+SHORT = Row(0, 0, "pingpong_128x128_2x1")
 
 
-def choose_tile(family: str, width: int, channels: int, filters: int) -> Row:
+def choose_tile(family: str, width: int, channels: int, filters: int, taps: int = 27) -> Row:
     """The table's row for a layer."""
+    if family == "hopper" and taps <= 3:
+        return SHORT
     if family == "hopper" and filters == 256 and channels > filters:
         return NARROWING
     return next(row for row in TABLE[family] if filters >= row.filters and width >= row.width)

@@ -11,7 +11,7 @@ import torch
 
 from engine import decode_paths
 from engine.decode import DecodeRun, decode, float_frames
-from engine.decode_paths import HELD_BACK, explain
+from engine.decode_paths import explain
 from engine.decode_plan import Plan
 from engine.errors import NotFiniteError, RequestError, ResourceError
 from engine.settings import DecodeSettings
@@ -28,6 +28,17 @@ PORTABLE = DecodeSettings(path="portable", precision="fp32")
 def here(monkeypatch):
     """A machine that has the portable path: this one, with plain PyTorch in the place of the passes."""
     monkeypatch.setattr(decode_paths, "_portable_lack", lambda device: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with an H200 and a compiler, as far as questions about paths go; a dict to change that."""
+    facts = {"capability": (9, 0), "lack": None, "name": "NVIDIA H200"}
+    monkeypatch.setattr(decode_paths, "triton_lack", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts["name"])
+    monkeypatch.setattr(built.store, "obtainable", lambda recipe, target: facts["lack"])
+    return facts
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +177,11 @@ def test_a_cpu_has_no_portable_path(monkeypatch, interpret):
     assert explain(DecodeSettings(), "cpu").path == "plain"
 
 
-def test_on_a_gpu_it_is_there_and_auto_passes_it_over_until_it_was_proven(monkeypatch):
-    monkeypatch.setattr(decode_paths, "triton_lack", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert explain(DecodeSettings("portable"), "cuda:0")[:2] == ("portable", "fp16")
-    assert explain(DecodeSettings("portable", "bf16"), "cuda:0")[:2] == ("portable", "bf16")
-    choice = explain(DecodeSettings(), "cuda:0")
-    assert choice.path == "plain" and "not portable: no GPU has run it yet" in choice.reason
-    monkeypatch.setitem(HELD_BACK, "portable", None)
+def test_any_gpu_of_2020_or_later_takes_it(gpu, monkeypatch):
+    gpu |= {"capability": (8, 6), "name": "NVIDIA A10"}
     assert explain(DecodeSettings(), "cuda:0")[:2] == ("portable", "fp16")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert explain(DecodeSettings("portable", "bf16"), "cuda:0")[:2] == ("portable", "bf16")
+    gpu["capability"] = (7, 5)
     assert explain(DecodeSettings(), "cuda:0").path == "plain"
     with pytest.raises(RequestError, match="2020 or later"):
         explain(DecodeSettings("portable"), "cuda:0")
@@ -207,23 +213,13 @@ def test_widths_that_no_kernel_takes_are_refused_before_anything_runs(compiled):
         decode(small_vae(4), normal_latents(1, 2, 2), DecodeSettings("built", "fp16"))
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A machine with an H200 and a compiler, as far as questions about paths go; a dict to change that."""
-    facts = {"capability": (9, 0), "lack": None}
-    monkeypatch.setattr(decode_paths, "triton_lack", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
-    monkeypatch.setattr(built.store, "obtainable", lambda recipe, target: facts["lack"])
-    return facts
-
-
-def test_auto_passes_built_over_until_it_was_proven(gpu, monkeypatch):
-    assert explain(DecodeSettings("built"), "cuda:0")[:2] == ("built", "fp16")
-    choice = explain(DecodeSettings(), "cuda:0")
-    assert choice.path == "plain" and "not built: no GPU has run it yet" in choice.reason
-    monkeypatch.setattr(decode_paths, "HELD_BACK", {})
+def test_auto_takes_it_where_it_was_measured(gpu):
     assert explain(DecodeSettings(), "cuda:0")[:2] == ("built", "fp16")
     assert explain(DecodeSettings(precision="fp32"), "cuda:0")[:2] == ("portable", "fp32")
+    gpu["name"] = "NVIDIA H20"
+    choice = explain(DecodeSettings(), "cuda:0")
+    assert choice.path == "portable" and "not built: it was not measured on NVIDIA H20 (python -m" in choice.reason
+    assert explain(DecodeSettings("built"), "cuda:0")[:2] == ("built", "fp16")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +235,25 @@ def test_what_path_built_lacks_is_said_and_portable_takes_its_place(gpu, monkeyp
     gpu.update(changes)
     with pytest.raises(RequestError, match=f"'built' can't run here: .*{words}.*portable"):
         explain(DecodeSettings("built", precision), "cuda:0")
-    monkeypatch.setattr(decode_paths, "HELD_BACK", {})
     choice = explain(DecodeSettings(precision=precision), "cuda:0")
     assert choice.path == "portable" and words in choice.reason
+
+
+def test_kernels_are_compiled_before_the_first_video(gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(built.Built, "on", lambda device, say: asked.append(say("Compiling")))
+    said = []
+    decode_paths.compile_kernels("cuda:0", said.append)
+    assert said == ["Compiling"] and len(asked) == 1
+    gpu["lack"] = "There is no nvcc."
+    decode_paths.compile_kernels("cuda:0", said.append)
+    assert len(asked) == 1
+
+
+def test_a_failed_build_is_said_and_does_not_end_loading(gpu, monkeypatch, caplog):
+    def fail(device, say):
+        raise ResourceError("The build failed; its log is /tmp/log.")
+
+    monkeypatch.setattr(built.Built, "on", fail)
+    decode_paths.compile_kernels("cuda:0", print)
+    assert "without compiled kernels: The build failed; its log is /tmp/log." in caplog.text

@@ -150,7 +150,7 @@ def psnr(a, b):
 @pytest.mark.parametrize("precision, decibels", [("fp32", 90), ("fp16", 60), ("bf16", 43)])
 @pytest.mark.parametrize("passes", [(1, 4), (9,)], ids=str)
 def test_float_frames_equal_the_cpu(vae, expected, monkeypatch, way, precision, decibels, passes):
-    monkeypatch.setattr(table, "routes", lambda *_, **__: lambda i, o, level: table.Route(way))
+    monkeypatch.setattr(table, "ways", lambda *_, **__: lambda i, o, level: way)
     decode_paths.forget(vae)
     settings = DecodeSettings("portable", precision)
     got = torch.cat([part.cpu() for part in float_frames(vae, normal_latents(9), settings, passes=passes)])
@@ -160,7 +160,7 @@ def test_float_frames_equal_the_cpu(vae, expected, monkeypatch, way, precision, 
 
 def test_frames_of_every_plan_are_within_one_level(vae):
     """cuDNN may sum in another order for another shape; more than that would be ours."""
-    decoder, frames = PortableDecoder(vae, torch.float16, lambda i, o, level: table.Route("time")), []
+    decoder, frames = PortableDecoder(vae, torch.float16, lambda i, o, level: "time"), []
     z = normal_latents(9, 6, 6)[0].cuda().half()
     for plan in (*PLANS, Plan((4, 4, 4, 4), 1)):
         state = decoder.start(plan)
@@ -185,7 +185,7 @@ def test_chunks_are_right_and_valid_while_the_next_pass_runs(vae):
 
 
 def test_the_prediction_holds_and_does_not_grow(vae):
-    decoder = PortableDecoder(vae, torch.float16, lambda i, o, level: table.Route("time"))
+    decoder = PortableDecoder(vae, torch.float16, lambda i, o, level: "time")
     for latents in (9, 33):
         z = normal_latents(latents, 22, 39)[0].cuda().half()
         for plan in PLANS:

@@ -132,6 +132,8 @@ def test_every_row_names_a_tile_that_is_compiled_and_every_tile_is_used(family):
 
 def test_the_decoders_layers_get_the_tiles_that_won():
     measured = {
+        (39, 1024, 1024, 3): "pingpong_128x128_2x1",
+        (156, 256, 256, 3): "pingpong_128x128_2x1",
         (156, 1024, 1024): "cooperative_128x256_2x1",
         (78, 1024, 1024): "pingpong_128x128_2x1",
         (312, 512, 512): "cooperative_128x256",
