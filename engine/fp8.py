@@ -22,6 +22,7 @@ from kernels.quantise_rows.reference import E4M3, Quantised, dequantise
 
 CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both sides of a matrix; what the tensor cores take
+LEAST_ROWS = 64  # cuBLASLt 13.0 has no product of 5 rows with 32768 inputs on an H200; short texts have few rows
 
 
 class Fp8Linear(nn.Module):
@@ -84,6 +85,10 @@ def multiply(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor, out: Ten
 
 def scaled_product(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor | None = None) -> Tensor:
     """On the tensor cores; in the bias's dtype, which is bf16."""
+    if (lacking := LEAST_ROWS - len(x.values)) > 0:
+        values = F.pad(x.values.view(torch.uint8), (0, 0, 0, lacking)).view(E4M3)
+        product = scaled_product(Quantised(values, F.pad(x.scales, (0, 0, 0, lacking))), weight, scale, bias)[:-lacking]
+        return product if out is None else out.copy_(product)
     return torch._scaled_mm(
         x.values,
         weight.t(),

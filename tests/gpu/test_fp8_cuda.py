@@ -21,8 +21,8 @@ def relative(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 515, 26_598 // 8 + 3])
-@pytest.mark.parametrize("inputs, outputs", [(64, 48), (4096, 4096), (4096, 32768), (32768, 4096)])
+@pytest.mark.parametrize("rows", [1, 5, 63, 64, 130, 515, 26_598 // 8 + 3])
+@pytest.mark.parametrize("inputs, outputs", [(64, 48), (4096, 4096), (4096, 32768), (16384, 4096), (32768, 4096)])
 def test_scaled_products_are_those_of_the_reference(rows, inputs, outputs):
     torch.manual_seed(0)
     x = (torch.randn(rows, inputs, device=CUDA) * torch.logspace(-1, 1, rows, device=CUDA)[:, None]).bfloat16()
@@ -32,10 +32,11 @@ def test_scaled_products_are_those_of_the_reference(rows, inputs, outputs):
     ours = scaled_product(given, weight, scale, bias)
     exact = reference_product(given, weight, scale, bias.float())
     assert ours.dtype == torch.bfloat16
-    # One rounding to bf16, and sums of which the tensor cores keep 14 bits.
-    assert relative(ours, exact) < 6e-3
+    # One rounding to bf16, and sums of which the tensor cores keep 14 bits: the worst of them grow as a random walk.
+    assert ours.shape == exact.shape and relative(ours, exact) < 6e-3
     size = exact.abs().amax(1, keepdim=True)
-    assert ((ours.float() - exact).abs() <= 2**-8 * exact.abs() + 6e-3 * size).all()
+    slack = 6e-3 * max(1, inputs / 4096) ** 0.5
+    assert ((ours.float() - exact).abs() <= 2**-8 * exact.abs() + slack * size).all()
 
 
 def test_three_layers_side_by_side_give_what_each_gives():
