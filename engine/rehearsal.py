@@ -35,8 +35,9 @@ from engine.fused import choose_fused
 from engine.memory import in_words
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.noise import draw_noise
-from engine.offload import BlockStream
-from engine.parts import transformer_plan
+from engine.offload import SLOTS, BlockStream
+from engine.parts import released, transformer_plan
+from engine.placement import weigh
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape, video_tokens
@@ -169,13 +170,16 @@ class Rehearsal:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage and say its peak of memory."""
+        """Time a stage and say its peak of memory: of live tensors, and what the allocator held of a GPU for them."""
         with self.telemetry.stage(name) as record:
             yield
-        where = str(self.device) if self.device.type == "cuda" else "host"
-        peak = record.peaks.get(where, record.peaks["host"])
-        self.found["stages"][name] = {"seconds": record.seconds, "peak_bytes": record.peaks}
-        print(f"{name:12} {record.seconds:8.2f} s   at most {in_words(peak)} of {where}", flush=True)
+        found = self.found["stages"][name] = {"seconds": record.seconds, "peak_bytes": record.peaks}
+        words = f"{in_words(record.peaks['host'])} of the host"
+        if self.device.type == "cuda":
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+            peak = in_words(record.peaks[str(self.device)])
+            words = f"{peak} of {self.device}, {in_words(found['reserved_bytes'])} reserved"
+        print(f"{name:12} {record.seconds:8.2f} s   at most {words}", flush=True)
 
     def build(self) -> None:
         """The transformer in the precision and place of the settings, and what runs its attention and its passes."""
@@ -186,11 +190,13 @@ class Rehearsal:
             if self.settings.offload == "blocks":
                 BlockStream(self.model.transformer_blocks, self.device)
             synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what building held for a moment would count as reserved from here on
         c = self.scene.config
         tokens = video_tokens(self.scene.frames, self.scene.height, self.scene.width) + self.scene.text[0]
         shape = Shape(self.dtype, c.num_attention_heads, c.attention_head_dim, tokens)
         attention = choose_attention(self.settings.attention, self.device, shape)
-        fused = choose_fused(self.settings.fused_kernels, self.device)
+        fused = choose_fused(self.settings.fused_kernels, self.device, shape)
         self.model.set_attention(attention.path)
         self.model.set_fused_kernels(fused.path == "on")
         self.found |= {"tokens": tokens, "attention": attention.path, "fused_kernels": fused.path}
@@ -221,9 +227,25 @@ class Rehearsal:
         each = statistics.median(seconds[1:] or seconds)
         self.found |= {"steps": seconds, "seconds_per_step": each, "seconds_50_steps": PROJECTED_STEPS * each}
         self.found["skipped"] = step.recalled / step.passes
+        if self.device.type == "cuda":
+            self._say_memory()
         print(f"{each:.3f} s a step, both branches: {PROJECTED_STEPS * each:.0f} s for {PROJECTED_STEPS} steps")
         _require(step.latents.shape == noise.shape, f"latents of shape {list(step.latents.shape)}")
         return step.latents
+
+    def _say_memory(self) -> None:
+        """The peak of denoising: here, where nothing but the transformer is on the device, and as a large device has
+        it, where text encoder and decoder stay because fetching them again would cost seconds a request."""
+        precision = "fp8" if self.precision == "fp8" else "bf16"
+        weights = weigh(released(), precision, "cuda")
+        alone = self.found["stages"]["denoise"]["peak_bytes"][str(self.device)]
+        beside = weights.text + weights.vae
+        own = weights.rest + (SLOTS * weights.block if self.settings.offload == "blocks" else weights.blocks)
+        self.found["denoise_bytes"] = {"transformer_alone": alone, "with_text_encoder_and_decoder": alone + beside}
+        print(
+            f"denoising: {in_words(alone)} at most, {in_words(own)} of them weights; "
+            f"{in_words(alone + beside)} where text encoder and decoder stay on the device"
+        )
 
     def _check_alive(self, noise: Tensor, prepared: list[Any]) -> None:
         """Velocities of a sane size that depend on the text: else the blocks were not in the way of anything."""
@@ -303,10 +325,13 @@ def _require(right: bool, what: str) -> None:
 
 
 def rehearse(
-    scene: Scene, device: str, settings: DenoiseSettings, decoder: str = "auto", folder: Path | None = None
+    scene: Scene, device: str, settings: DenoiseSettings, decoder: str | None = "auto", folder: Path | None = None
 ) -> dict[str, Any]:
-    """Run everything, print it, return the figures. Raises EngineError where something is not finite or not shaped as
-    it must be, RequestError for settings that can't be had here."""
+    """Run everything, print it, return the figures. decoder: None leaves decoding out.
+
+    Raises EngineError where something is not finite or not shaped as it must be, RequestError for settings that can't
+    be had here.
+    """
     where = choose_device(device)
     if settings.precision == "fp8" and where.type == "cuda" and (lack := fp8.lack(where)):
         raise RequestError(f"precision = 'fp8': {lack}. Choose auto or bf16.")
@@ -319,7 +344,8 @@ def rehearse(
             run.build()
             latents = run.denoise()
             run.load()
-            run.decode(latents, decoder)
+            if decoder:
+                run.decode(latents, decoder)
     facts = {"bench": "rehearsal", **origin(where), "precision": run.precision, "quality": settings.quality}
     facts |= {"offload": settings.offload, "frames": scene.frames, "height": scene.height, "width": scene.width}
     found = facts | run.found | {"seconds": time.perf_counter() - started}

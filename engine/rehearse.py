@@ -24,7 +24,6 @@ NEEDED = {
     "diffusers": "diffusers",
     "psutil": "psutil",
     "safetensors": "safetensors",
-    "skimage": "scikit-image",
 }
 
 
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--offload", choices=get_args(Offload), default="none")
     parser.add_argument("--attention", choices=get_args(Attention), default="auto")
     parser.add_argument("--fused-kernels", choices=get_args(AutoSwitch), default="auto")
-    parser.add_argument("--decoder", choices=get_args(DecodePath), default="auto")
+    parser.add_argument("--decoder", choices=(*get_args(DecodePath), "none"), default="auto", help="none: no decoding")
     parser.add_argument("--shards", type=int, default=2, help="how many to write and load, 1.5 GiB each; 0: none")
     parser.add_argument("--folder", type=Path, help="for shards and video (default: a temporary one)")
     return parser
@@ -74,8 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     sizes = {name: getattr(given, name) for name in ("frames", "height", "width", "steps", "shards")}
     try:
+        decoder = None if given.decoder == "none" else given.decoder
         scene = (SMALL if given.small else FULL).changed(**sizes)
-        rehearse(scene, "cpu" if given.small else given.device, settings, given.decoder, given.folder)
+        rehearse(scene, "cpu" if given.small else given.device, settings, decoder, given.folder)
     except EngineError as error:
         return exit_code(error)
     return 0

@@ -79,6 +79,20 @@ def test_a_dead_model_is_found_out(monkeypatch, tmp_path):
         rehearsal.rehearse(SMALL, "cpu", rehearsal.DenoiseSettings(), folder=tmp_path)
 
 
+def test_the_peak_of_denoising_is_said_with_and_without_the_parts_that_stay(capsys, tmp_path):
+    run = rehearsal.Rehearsal(FULL, CPU, rehearsal.DenoiseSettings(), tmp_path)
+    run.found["stages"]["denoise"] = {"peak_bytes": {"cpu": 50 * 2**30}}
+    run._say_memory()
+    assert "50.0 GiB at most, 46.1 GiB of them weights; 66.6 GiB where text encoder" in capsys.readouterr().out
+    assert run.found["denoise_bytes"]["transformer_alone"] == 50 * 2**30
+
+
+def test_decoding_can_be_left_out(capsys):
+    code, lines = run(capsys, "--decoder", "none")
+    found = json.loads(lines[-1])
+    assert code == 0 and "denoise" in found["stages"] and "decode" not in found["stages"]
+
+
 def test_bad_sizes_and_missing_packages_are_said(monkeypatch, capsys):
     with pytest.raises(RequestError, match="frames must be 4n"):
         FULL.changed(frames=120)
