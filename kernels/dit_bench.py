@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import sys
 import time
@@ -203,17 +204,22 @@ def without(call: Call, replaced: dict[str, Callable]) -> Call:
 
 
 def as_graph(call: Call, device: torch.device) -> Call:
-    """The same work as one CUDA graph."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    """The same work as one CUDA graph, captured at the first call."""
+
+    @functools.cache
+    def captured() -> tuple[torch.cuda.CUDAGraph, Any]:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+        return graph, result
 
     def run() -> Any:
+        graph, result = captured()
         graph.replay()
         return result
 
@@ -239,10 +245,16 @@ def variants(bench: Bench, compiled: bool) -> dict[str, Call]:
 
 
 def blocks(bench: Bench, calls: dict[str, Call], rounds: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of every row, all taking turns; each is also printed as soon as it ran twice."""
-    for name, call in calls.items():
+    """Median milliseconds of every row, all taking turns; each is also printed as soon as it ran twice. One that fails
+    is printed with the reason and leaves `calls`: the others are worth having."""
+    for name, call in list(calls.items()):
         started = time.perf_counter()
-        *_, second = milliseconds(call, bench.device, 2)
+        try:
+            *_, second = milliseconds(call, bench.device, 2)
+        except Exception as error:  # the compiler and the capture of a graph refuse in their own ways
+            print(f"{name}: failed: {type(error).__name__}: {error}".splitlines()[0])
+            del calls[name]
+            continue
         print(f"{name}: {second:.3f} ms, ready after {time.perf_counter() - started:.1f} s")
     return dict(zip(calls, medians(list(calls.values()), bench.device, rounds, repeats), strict=True))
 

@@ -98,6 +98,13 @@ def test_a_sweep_starts_every_size(device, bench):
         work.call()
 
 
+def test_a_row_that_fails_is_named_and_the_others_are_measured(capsys):
+    bench = dit_bench.Bench(dit_bench.SMALL, CPU)
+    calls = {"ours": bench.ours, "compiled": lambda: 1 / 0}
+    assert set(dit_bench.blocks(bench, calls, 1, 1)) == set(calls) == {"ours"}
+    assert "compiled: failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
 def test_calls_take_turns_and_the_median_counts():
     order = []
     assert len(timing.medians([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=2, repeats=3)) == 2
