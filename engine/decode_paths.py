@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.bands import Rows
 from engine.decode_plan import Choice, Plan
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, ExhaustedError, RequestError
 from engine.settings import DecodeSettings
 from kernels.choose import AUTO, Path, choose
 from kernels.launch import lack as triton_lack
@@ -153,38 +153,47 @@ def forget(vae: nn.Module) -> None:
 def start(
     decoder: PortableDecoder, height: int, width: int, memory_gib: float | None, rows: Rows, smaller: int = 0
 ) -> State:
-    """A request's state, cut to fit: `memory_gib`, and on one GPU what is free there. smaller: plans to pass over.
+    """A request's state, cut to fit as by `fit`. Devices that share a frame must cut alike: each has been asked for its
+    `fit` before, and `smaller` is the cut that suits all of them."""
+    from kernels.vae_decode.plan import GIB, PLANS
 
-    height, width: of our rows of the latents. ResourceError where nothing fits. Devices that share a frame must cut
-    alike, so what is free on one of them does not count.
+    cut = smaller if rows.halo else fit(decoder, height, width, memory_gib, smaller)
+    log.info("decode: %s, at most %.1f GiB", PLANS[cut], decoder.peak(PLANS[cut], height, width) / GIB)
+    return decoder.start(PLANS[cut], rows)
+
+
+def fit(
+    decoder: PortableDecoder, height: int, width: int, memory_gib: float | None, smaller: int = 0, sharing: int = 1
+) -> int:
+    """Which of `PLANS` to cut the work by: the first after `smaller` of them that takes no more than `memory_gib` and
+    what is free on the GPU, of which each of `sharing` processes gets its part.
+
+    height, width: of our rows of the latents. ResourceError where nothing fits.
     """
     from kernels.vae_decode.plan import GIB, PLANS, choose
 
-    plans = PLANS[smaller:]
-    peaks = [decoder.peak(plan, height, width) for plan in plans]
+    peaks = [decoder.peak(plan, height, width) for plan in PLANS[smaller:]]
     limit = None if memory_gib is None else int(memory_gib * GIB)
-    free = None if rows.halo or decoder.device.type != "cuda" else _free(decoder.device) + decoder.weight_bytes
-    index = choose(peaks, limit, free)
-    log.info("decode: %s, at most %.1f GiB", plans[index], peaks[index] / GIB)
-    return decoder.start(plans[index], rows)
+    free = None if decoder.device.type != "cuda" else _free(decoder.device, sharing) + decoder.weight_bytes
+    return smaller + choose(peaks, limit, free)
 
 
-def instead(plan: Plan, state: State | None, failure: Exception) -> tuple[Plan, int]:
+def instead(plan: Plan, state: State | None, failure: Exception, where: str = "The GPU") -> tuple[Plan, int]:
     """What to try after a failure: the plan with a note, and how many ways to cut the work to pass over.
 
-    Raises the failure where nothing is left to try.
+    where: it happened. Raises the failure where nothing is left to try.
     """
     from kernels.vae_decode.plan import PLANS
 
     wider = WIDER.get(plan.choice.precision)
     if state is None:
         raise failure
-    if isinstance(failure, torch.OutOfMemoryError):
+    if isinstance(failure, torch.OutOfMemoryError | ExhaustedError):
         smaller = PLANS.index(state.plan) + 1
         if smaller == len(PLANS):
             raise failure
         torch.cuda.empty_cache()
-        return plan.noted(f"The GPU ran out of memory in {state.plan}; decoding goes on in smaller pieces."), smaller
+        return plan.noted(f"{where} ran out of memory in {state.plan}; decoding goes on in smaller pieces."), smaller
     if wider is None:
         raise failure
     note = f"{plan.choice.precision} overflowed at frame {failure.start}; decoding goes on in {wider}."
@@ -192,7 +201,7 @@ def instead(plan: Plan, state: State | None, failure: Exception) -> tuple[Plan, 
     return plan.noted(note, choice), 0
 
 
-def _free(device: torch.device) -> int:
-    """Bytes that PyTorch can still take on a GPU, with those that it holds unused."""
+def _free(device: torch.device, sharing: int) -> int:
+    """Bytes that PyTorch can still take on a GPU, with those that it holds unused; of several processes there, each."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return torch.cuda.mem_get_info(device)[0] // sharing + unused

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +112,31 @@ class Plan:
     def cancelled(self, span: slice) -> Cancelled:
         """The error that ends a run before this pass."""
         return Cancelled(f"Decoding was stopped after {self.chunk(span)[0]} of {self.total} frames.")
+
+
+class Arrivals:
+    """Passes on several devices, which overlap, as they end. ring: uint8 [n, longest, H, W, 3], for passes in turn;
+    done: chunks that were delivered before and are not again."""
+
+    def __init__(self, plan: Plan, ring: np.ndarray, done: int) -> None:
+        self.plan, self.ring, self.done = plan, ring, done
+        self.began: dict[int, float] = {}
+
+    def begin(self, index: int) -> None:
+        """Note that a pass begins."""
+        self.began[index] = time.perf_counter()
+
+    def of(self, answers: list[list[tuple[int, bool]]]) -> Iterator[FrameChunk]:
+        """The chunks that every device has now finished. answers: of each, passes and whether their values were
+        finite. NotFiniteError where some were not."""
+        for ended in zip(*answers, strict=True):
+            index = ended[0][0]
+            span = self.plan.passes[index]
+            if not all(finite for _, finite in ended):
+                raise self.plan.not_finite(span)
+            if index >= self.done:
+                frames = self.ring[index % len(self.ring)][: self.plan.chunk(span)[1]]
+                yield self.plan.deliver(span, frames, time.perf_counter() - self.began[index])
 
 
 def _checked(latents: Tensor, channels: int) -> Tensor:

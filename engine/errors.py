@@ -29,6 +29,10 @@ class ResourceError(EngineError):
     """Memory or disk is too small for the work. Says what is needed and what is free."""
 
 
+class ExhaustedError(ResourceError):
+    """An allocation failed, in the middle of work that was expected to fit."""
+
+
 class GroupError(EngineError):
     """A device of a group stopped taking part. Says which rank, on which device, in which stage."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.errors import ResourceError
+from engine.errors import ExhaustedError, ResourceError
 
 CGROUP = Path("/sys/fs/cgroup")
 _REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
@@ -68,7 +68,7 @@ def require_memory(what: str, needed: int, device: torch.device, hint: str) -> N
 
 @contextmanager
 def memory_in_words(what: str, needed: int | None, device: torch.device, hint: str) -> Iterator[None]:
-    """Turns a failed allocation inside into a ResourceError that says what was needed, if known, and what is free."""
+    """Turns a failed allocation inside into an ExhaustedError that says what was needed, if known, and what is free."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -77,4 +77,4 @@ def memory_in_words(what: str, needed: int | None, device: torch.device, hint: s
         free = free_memory(device)
         facts = [f"it needs {in_words(needed)}"] if needed is not None else []
         facts += [f"{in_words(free)} are free"] if free is not None else []
-        raise ResourceError(f"{what} does not fit on {device}: {' and '.join(facts)}. {hint}") from error
+        raise ExhaustedError(f"{what} does not fit on {device}: {' and '.join(facts)}. {hint}") from error

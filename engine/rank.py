@@ -20,12 +20,13 @@ import psutil
 import torch
 
 import engine.checkpoint as files
-from engine.bands import Band, Rows
+from engine.bands import Band, Rows, split
 from engine.condition import encode_image, prepare_image
 from engine.decode import RING, DecodeRun, HostCopy, Pending, explain
+from engine.decode_paths import FAST, fast_decoder, fit
 from engine.decode_plan import Choice, Plan
 from engine.denoise import denoise
-from engine.errors import EngineError
+from engine.errors import EngineError, ResourceError
 from engine.executor import denoise_paths, switch, threads
 from engine.link import Link, way
 from engine.memory import memory_in_words
@@ -33,6 +34,7 @@ from engine.settings import Attention, AutoSwitch, DecodePath, DecodePrecision, 
 from engine.shared import Shared
 from engine.telemetry import DeviceMemory, device_memory
 from engine.ulysses import SpreadModel, Team
+from engine.vae_stream import check_supported
 from kernels.choose import Choice as KernelChoice
 
 ADVICE = "Choose a smaller size or fewer frames, or end other programs that use it."
@@ -177,33 +179,52 @@ class Rank:
 
     # Decoding.
 
+    def decode_prepare(self, choice: Choice) -> str | None:
+        """Have a decoder's weights ready; why this rank can't, if it can't."""
+        try:
+            check_supported(self.vae)
+            if choice.path in FAST:
+                fast_decoder(self.vae, choice)
+        except EngineError as error:
+            return str(error)
+        return None
+
+    def decode_fit(
+        self, choice: Choice, size: tuple[int, int], memory_gib: float | None, ranks: int, smaller: int
+    ) -> int | str:
+        """How to cut the work on the first `ranks` ranks so that it fits here (see `engine.decode_paths.fit`), asked
+        when all have their weights ready; why it can't fit, if it can't. size: rows and columns of the latents."""
+        if choice.path not in FAST:
+            return smaller
+        rows, decoder = split(size[0], ranks)[self.rank], fast_decoder(self.vae, choice)
+        try:
+            return fit(decoder, rows.stop - rows.start, size[1], memory_gib, smaller, min(self.sharing, ranks))
+        except ResourceError as error:
+            return str(error)
+
     def decode_begin(
         self,
         latents: np.ndarray,
         choice: Choice,
         memory_gib: float | None,
         ranks: int,
+        cut: int,
         nbytes: int,
         floats: bool,
-    ) -> str | None:
-        """Get ready for a video's passes on the first `ranks` ranks; why this one can't, if it can't. A block of memory
+    ) -> None:
+        """Get ready for a video's passes on the first `ranks` ranks, which all cut the work alike. A block of memory
         follows the call: a ring of chunks uint8 [longest, H, W, 3], or one fp32 [longest, 3, H, W]."""
         block = Shared(recv_handle(self.connection), nbytes)
-        plan = Plan(torch.from_numpy(latents), choice, memory_gib=memory_gib)
+        plan = Plan(torch.from_numpy(latents).to(self.device), choice, memory_gib=memory_gib)
         rows = Band(latents.shape[3], self.rank, ranks, self.link) if ranks > 1 else Rows()
         self.started: deque[tuple[int, Pending]] = deque()
         shape = (plan.longest, plan.height, plan.width, 3)
-        try:
-            self.run = DecodeRun(self.vae, plan, rows)
-        except EngineError as error:
-            return str(error)
-        finally:
-            block.close()
+        self.run = DecodeRun(self.vae, plan, rows, cut)
         if floats:
             self.floats = block.array((shape[0], 3, *shape[1:3]), np.float32)
         else:
             self.copy = HostCopy(self.run, _SharedRing(block.array((RING, *shape), np.uint8), self.device))
-        return None
+        block.close()
 
     def decode_pass(self, index: int) -> list[tuple[int, bool]]:
         """Start a pass. Returns the passes whose rows are now in the ring, and whether their values were finite."""

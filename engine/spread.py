@@ -10,7 +10,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ import engine.checkpoint as files
 from engine.agree import agree, lack
 from engine.condition import prepare_image
 from engine.decode import RING, stopper
-from engine.decode_plan import Choice, FrameChunk, Plan
+from engine.decode_paths import FAST, instead
+from engine.decode_plan import Arrivals, Choice, FrameChunk, Plan
 from engine.denoise import Step
-from engine.errors import Cancelled, RequestError
+from engine.errors import Cancelled, ExhaustedError, NotFiniteError, RequestError, ResourceError
 from engine.executor import DTYPES, Report, choose_precision, versions
 from engine.group import SILENCE, START, WorkerGroup
 from engine.lanes import Lanes
@@ -46,6 +47,8 @@ from engine.shared import Shared
 from engine.telemetry import DeviceMemory, Memory, memory_now
 from engine.ulysses import Team, form_team
 from kernels.choose import Choice as KernelChoice
+from kernels.vae_decode.plan import PLANS
+from kernels.vae_decode.state import State
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ class GroupExecutor:
                 self._call("load", "load_transformer", *how, report=report, silence=START)
             self.paths = self._call("load", "switch", settings, silence=START)[0]
             self._switches = (settings.attention, settings.fused_kernels)
-            self.folder, self._loaded = folder, form
+            self.folder, self._loaded, self._settings = folder, form, settings
 
     def _describe(self, report: Report) -> Path:
         folder = files.resolve(self.checkpoint, report)
@@ -195,7 +198,7 @@ class GroupExecutor:
         """As of `LocalExecutor`; latents on the host."""
         embeddings = tuple(text and text.embedding for text in texts)
         team = self._team(request, guided=request.guidance > 1)
-        call = partial(self._call, "denoise", ranks=team.ranks, silence=ALONE if team.ranks == 1 else None)
+        call = partial(self._call, "denoise", ranks=team.ranks, silence=_patience(team.ranks))
         sigmas = build_scheduler(self.scheduler, request.steps, request.shift).sigmas
         begin = (embeddings, condition, noise, sigmas, request.guidance, request.denoise.quality, team)
         call("denoise_begin", *begin, silence=START)
@@ -215,59 +218,100 @@ class GroupExecutor:
         return form_team(ranks, config.num_attention_heads, guided, tokens)
 
     def decode(self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event) -> Iterator[FrameChunk]:
-        """As of `LocalExecutor`: every rank writes its rows of each frame into one ring that it shares with us."""
-        stop = stopper(cancel)
-        with self._decoding(latents, settings, floats=False) as (plan, call, block):
+        """As of `LocalExecutor`: every rank writes its rows of each frame into one ring that it shares with us. Where
+        memory is short or fp16 overflows on one of them, all begin again alike."""
+        plan, cut, done = self._agreed(latents, settings), 0, 0
+        while True:
+            cut = self._fit(plan, cut)
+            try:
+                for chunk in self._attempt(plan, cut, stopper(cancel), done):
+                    done += 1
+                    yield chunk
+                return
+            except (NotFiniteError, ExhaustedError) as error:
+                failure = error
+            plan, cut = self._instead(plan, cut, failure)
+
+    def _attempt(self, plan: Plan, cut: int, stop: Callable[[], bool], done: int) -> Iterator[FrameChunk]:
+        """The chunks after the first `done`; those are computed too, for the state that they leave."""
+        with self._decoding(plan, cut, floats=False) as block:
             ring = block.array((RING, plan.longest, plan.height, plan.width, 3), np.uint8)
-            clock = _Clock()
+            arrivals, ask = Arrivals(plan, ring, done), partial(self._ask, plan)
             for index, span in enumerate(plan.passes):
                 if stop():
-                    yield from _chunks(plan, ring, clock, call("decode_drain"))
+                    yield from arrivals.of(ask("decode_drain"))
                     raise plan.cancelled(span)
-                clock.begin(index)
-                yield from _chunks(plan, ring, clock, call("decode_pass", index))
-            yield from _chunks(plan, ring, clock, call("decode_drain"))
+                arrivals.begin(index)
+                yield from arrivals.of(ask("decode_pass", index))
+            yield from arrivals.of(ask("decode_drain"))
+
+    def _instead(self, plan: Plan, cut: int, failure: Exception) -> tuple[Plan, int]:
+        """As `engine.decode_paths.instead`, with all ranks ready for it."""
+        state = State(PLANS[cut]) if plan.choice.path in FAST else None
+        where = str(failure).partition(",")[0]  # the rank and its device, see `engine.group`
+        plan, cut = instead(plan, state, failure, where)
+        if not self.group.alive:  # the others waited for what the one could not send, and were ended with it
+            self.load(self._settings, _quiet)
+        if any(self._prepared(plan)):
+            raise failure
+        return plan, cut
 
     def float_frames(
         self, latents: torch.Tensor, settings: DecodeSettings, cancel: threading.Event
     ) -> Iterator[torch.Tensor]:
         """As of `LocalExecutor`."""
-        stop = stopper(cancel)
-        with self._decoding(latents, settings, floats=True) as (plan, call, block):
+        stop, plan = stopper(cancel), self._agreed(latents, settings)
+        with self._decoding(plan, self._fit(plan, 0), floats=True) as block:
             frames = block.array((plan.longest, 3, plan.height, plan.width), np.float32)
             for index, span in enumerate(plan.passes):
                 if stop():
                     raise plan.cancelled(span)
-                if not all(call("float_pass", index)):
+                if not all(self._ask(plan, "float_pass", index)):
                     raise plan.not_finite(span)
                 yield torch.from_numpy(frames[: plan.chunk(span)[1]].copy())
 
-    @contextmanager
-    def _decoding(self, latents: torch.Tensor, settings: DecodeSettings, floats: bool) -> Iterator[tuple]:
-        """The plan, a call to the ranks that take part, and the memory that they write to. Ranks that turn out to lack
-        the path make all take another one."""
-        latents = latents.cpu()
+    def _agreed(self, latents: torch.Tensor, settings: DecodeSettings) -> Plan:
+        """The plan with a decoder that every rank has ready. Ranks that turn out to lack one make all take another."""
         while True:
             choice = self.explain_decode(settings)
-            plan = Plan(latents, choice, memory_gib=settings.memory_gib)
-            ranks = min(choice.devices, latents.shape[3])  # no band without rows
-            size = plan.longest * plan.height * plan.width * 3
-            block = Shared.make("frames", size * (np.float32().nbytes if floats else RING))
-            call = partial(self._call, "decode", ranks=ranks, silence=ALONE if ranks == 1 else None)
-            begin = (latents.numpy(), choice, settings.memory_gib, ranks, block.nbytes, floats)
-            lacks = call("decode_begin", *begin, share=block, silence=PREPARE)
-            block.close()
+            plan = Plan(latents.cpu(), choice, memory_gib=settings.memory_gib)
+            lacks = self._prepared(plan)
             if not any(lacks):
-                break
-            call("decode_end")
+                return plan
             for rank, why in enumerate(lacks):
                 if why:
                     lack(choice, self._facts[rank], why)
+
+    def _prepared(self, plan: Plan) -> list[str | None]:
+        return self._ask(plan, "decode_prepare", plan.choice, silence=PREPARE)
+
+    def _fit(self, plan: Plan, smaller: int) -> int:
+        """The way to cut the work, after `smaller` of them, that fits on every rank. ResourceError if none does."""
+        arguments = (plan.choice, tuple(plan.latents.shape[3:]), plan.memory_gib, _ranks(plan), smaller)
+        cuts = self._ask(plan, "decode_fit", *arguments)
+        for name, cut in zip(self.names, cuts, strict=False):
+            if isinstance(cut, str):
+                raise ResourceError(f"{name}: {cut}")
+        return max(cuts)
+
+    @contextmanager
+    def _decoding(self, plan: Plan, cut: int, floats: bool) -> Iterator[Shared]:
+        """The memory that the ranks write to, while they are ready for the plan's passes."""
+        size = plan.longest * plan.height * plan.width * 3
+        block = Shared.make("frames", size * (np.float32().nbytes if floats else RING))
+        begin = (plan.latents.numpy(), plan.choice, plan.memory_gib, _ranks(plan), cut, block.nbytes, floats)
+        self._ask(plan, "decode_begin", *begin, share=block)
+        block.close()
         try:
-            yield plan, call, block
+            yield block
         finally:
             if self.group.alive:
-                call("decode_end")
+                self._ask(plan, "decode_end")
+
+    def _ask(self, plan: Plan, method: str, *arguments: Any, **how: Any) -> list[Any]:
+        """Have the ranks that take part in a decode do something."""
+        ranks = _ranks(plan)
+        return self._call("decode", method, *arguments, ranks=ranks, **{"silence": _patience(ranks)} | how)
 
     # What is known of the devices.
 
@@ -323,27 +367,18 @@ class GroupExecutor:
         self.lanes.add(stage, usages)
 
 
-class _Clock:
-    """Seconds of passes that overlap."""
-
-    def __init__(self) -> None:
-        self.began: dict[int, float] = {}
-
-    def begin(self, index: int) -> None:
-        self.began[index] = time.perf_counter()
-
-    def seconds(self, index: int) -> float:
-        return time.perf_counter() - self.began[index]
+def _ranks(plan: Plan) -> int:
+    """How many take part in a decode: no band is without rows."""
+    return min(plan.choice.devices, plan.latents.shape[3])
 
 
-def _chunks(plan: Plan, ring: np.ndarray, clock: _Clock, answers: list[list[tuple[int, bool]]]) -> Iterator[FrameChunk]:
-    """The chunks that every rank has now finished. EngineError where one rank's values are not finite."""
-    for done in zip(*answers, strict=True):
-        index = done[0][0]
-        if not all(finite for _, finite in done):
-            raise plan.not_finite(plan.passes[index])
-        frames = ring[index % RING][: plan.chunk(plan.passes[index])[1]]
-        yield plan.deliver(plan.passes[index], frames, clock.seconds(index))
+def _patience(ranks: int) -> float | None:
+    """Seconds without a pulse, None for what is usual: one rank alone has none and keeps nobody waiting."""
+    return ALONE if ranks == 1 else None
+
+
+def _quiet(*_: Any) -> None:
+    pass
 
 
 def _size(pid: int) -> int:

@@ -4,6 +4,8 @@ FAULT="rank kind first file" says so.
 die, stop, raise, oom: at exchange number `first` of that rank, which lies in the middle of a pass or step. path: it has
 no compiler. build: it finds out late that it has none. start: it ends before it answers. `file` remembers that it
 happened. staged: no fault, all ranks send by way of the host, as those that share a GPU do.
+
+Else path portable can be asked for, with plain PyTorch in the place of its passes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+from engine.decode_plan import Choice
 from engine.link import Link
 from engine.rank import Rank
 from engine.worker import serve
@@ -24,7 +27,9 @@ BARE = "bare_vae.pt"
 
 
 class Bare(SimpleNamespace):
-    """A module's weights and numbers without its class; unlike its base it can be referred to weakly."""
+    """A module's weights and numbers without its class; unlike its base it can be referred to weakly, and be a key."""
+
+    __hash__ = object.__hash__
 
 
 def happen(kind: str) -> None:
@@ -73,6 +78,8 @@ class FaultyRank(Rank):
 
     def hello(self):
         facts = super().hello()
+        for precision in ("fp32", "bf16", "fp16") if self.kind not in ("path", "build") else ():
+            facts.choices["portable", precision] = Choice("portable", precision, "asked for")
         if self.kind in ("path", "build"):
             facts.choices["auto", "auto"] = facts.choices["plain", "bf16"]._replace(reason="the fastest that is here")
         if self.kind == "path" and self.faulty:
@@ -80,8 +87,8 @@ class FaultyRank(Rank):
             facts.choices["plain", "bf16"] = "its compiler is missing"
         return facts
 
-    def decode_begin(self, latents, choice, *arguments):
-        answer = super().decode_begin(latents, choice, *arguments)
+    def decode_prepare(self, choice):
+        answer = super().decode_prepare(choice)
         return "nvcc ended with 1" if self.kind == "build" and self.faulty and choice.precision == "bf16" else answer
 
 

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from engine.condition import make_condition
-from engine.errors import Cancelled, EngineError, GroupError, ResourceError
+from engine.decode import DecodeRun, HostCopy
+from engine.decode_plan import Choice, Plan
+from engine.errors import Cancelled, EngineError, GroupError, NotFiniteError, ResourceError
 from engine.executor import LocalExecutor
 from engine.group import WorkerGroup
 from engine.noise import draw_noise
@@ -29,6 +31,8 @@ from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.shared import Shared
 from engine.spread import GroupExecutor
+from kernels.vae_decode.plan import GIB, PLANS
+from kernels.vae_decode.portable import PortableDecoder
 from tests.engine.faulty_worker import BARE, Bare
 from tests.engine.wan_vae import normal_latents
 from tests.toy import TEXT_DIM
@@ -36,6 +40,7 @@ from tests.toy import TEXT_DIM
 pytestmark = pytest.mark.timeout(240)
 NEVER = threading.Event()
 CPU = torch.device("cpu")
+HALF = DecodeSettings("portable", "fp16")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -299,6 +304,62 @@ def test_a_rank_without_the_decoder_makes_all_take_the_common_one(
         assert np.array_equal(frames_of(executor, latents)[0], frames_of(local, latents)[0])
         choice = executor.explain_decode(DecodeSettings())
         assert choice[:2] == ("plain", "fp32") and f"rank 1 (cpu): {words}" in choice.reason
+
+
+def portable(latents, bare_checkpoint, precision, passes=(1, 4)):
+    """Frames that one device gives on path portable, without asking whether it is there."""
+    choice = Choice("portable", precision, "asked for")
+    run = DecodeRun(torch.load(bare_checkpoint / BARE, weights_only=False), Plan(latents, choice, passes))
+    copy = HostCopy(run)
+    return np.concatenate([copy.start(span).chunk().frames.copy() for span in run.plan.passes])
+
+
+def test_a_budget_of_memory_makes_all_ranks_cut_alike(bare_checkpoint, group):
+    """Between what the larger and what the smaller band take: left to themselves they would exchange other shapes."""
+    latents = normal_latents(9, 5, 8)
+    decoder = PortableDecoder(torch.load(bare_checkpoint / BARE, weights_only=False), torch.float32)
+    low, high = (decoder.peak(PLANS[1], rows, 8) for rows in (2, 3))
+    settings = DecodeSettings("portable", "fp32", memory_gib=(low + high) / 2 / GIB)
+    most, group.most = group.most, 2
+    try:
+        plan = group._agreed(latents, settings)
+        assert group._ask(plan, "decode_fit", plan.choice, (5, 8), plan.memory_gib, 2, 0) == [1, 2]
+        assert group._fit(plan, 0) == 2
+        got, lengths = frames_of(group, latents, settings)
+        assert np.array_equal(got, portable(latents, bare_checkpoint, "fp32")) and lengths == [1, 16, 16]
+        with pytest.raises(ResourceError, match=r"rank 0 \(cpu\): .* memory_gib allows 0\.0 GiB"):
+            frames_of(group, latents, DecodeSettings("portable", "fp32", memory_gib=0.01))
+        assert group.group.alive
+    finally:
+        group.most = most
+
+
+def test_fp16_that_overflows_goes_on_in_bf16_and_what_was_delivered_stays(bare_checkpoint, group):
+    latents = normal_latents(9, 6, 4)
+    latents[:, :, 5:, 4] *= 1e5
+    chunks = [(c.start, c.frames.copy(), c.stats) for c in group.decode(latents, HALF, NEVER)]
+    assert [start for start, _, _ in chunks] == [0, 1, 17]
+    assert [stats.precision for _, _, stats in chunks] == ["fp16", "fp16", "bf16"]
+    assert [len(stats.notes) for _, _, stats in chunks] == [0, 0, 1]
+    assert "fp16 overflowed at frame 17" in chunks[2][2].notes[0] and group.group.alive
+    assert np.array_equal(chunks[1][1], portable(latents[:, :, :5], bare_checkpoint, "fp16")[1:])
+    assert np.array_equal(chunks[2][1], portable(latents, bare_checkpoint, "bf16")[17:])
+    with pytest.raises(NotFiniteError):
+        list(group.float_frames(latents, HALF, NEVER))
+
+
+def test_a_rank_out_of_memory_makes_all_go_on_in_smaller_pieces(bare_checkpoint, tmp_path, monkeypatch):
+    latents, settings = normal_latents(9, 6, 4), DecodeSettings("portable", "fp32")
+    with faulty(bare_checkpoint, 2) as executor:
+        monkeypatch.setenv("FAULT", f"1 oom 60 {tmp_path / 'once'}")
+        executor.load(DenoiseSettings(), quiet)
+        chunks = [(c.start, c.frames.copy(), c.stats.notes) for c in executor.decode(latents, settings, NEVER)]
+        assert (tmp_path / "once").exists() and executor.holds(DenoiseSettings())
+    assert [start for start, _, _ in chunks] == [0, 1, 17]
+    (notes,) = (notes for _, _, notes in chunks if notes)
+    assert notes[0].startswith("Rank 1 (cpu) ran out of memory in slices") and "smaller pieces" in notes[0]
+    frames = np.concatenate([frames for _, frames, _ in chunks])
+    assert np.array_equal(frames, portable(latents, bare_checkpoint, "fp32"))
 
 
 def test_a_rank_that_dies_between_two_chunks_is_named(bare_checkpoint):
