@@ -23,7 +23,7 @@ import engine.checkpoint as files
 from engine.bands import Band, Rows, split
 from engine.condition import encode_image, prepare_image
 from engine.decode import RING, DecodeRun, HostCopy, Pending, explain
-from engine.decode_paths import FAST, fast_decoder, fit
+from engine.decode_paths import FAST, compile_kernels, fast_decoder, fit
 from engine.decode_plan import Choice, Plan
 from engine.denoise import denoise
 from engine.errors import EngineError, ResourceError
@@ -127,6 +127,10 @@ class Rank:
         paths = denoise_paths(settings, self.device, self.transformer)
         switch(self.transformer, paths)
         return paths
+
+    def compile_kernels(self) -> None:
+        """As `LocalExecutor` does once everything is loaded. One rank compiles, the others wait for it."""
+        compile_kernels(self.device, lambda words: self.report(words, 0, 0))
 
     def encode_prompt(self, prompt: str) -> Any:
         """As of `LocalExecutor`, on the host."""

@@ -117,6 +117,7 @@ class GroupExecutor:
                 self._call("load", "load_transformer", *how, report=report, silence=START)
             self.paths = self._call("load", "switch", settings, silence=START)[0]
             self._switches = (settings.attention, settings.fused_kernels)
+            self._call("load", "compile_kernels", report=report, silence=PREPARE)
             self.folder, self._loaded, self._settings = folder, form, settings
 
     def _describe(self, report: Report) -> Path:
