@@ -27,18 +27,20 @@ def passes(tokens: int, width: int, dtype: torch.dtype, device: torch.device, in
 
 
 def sweep(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
-    """Of GELU and quantisation, whose rows are the widest: warps for a row."""
+    """Launch sizes of GELU and quantisation, whose rows are the widest."""
     from kernels.quantise_rows import kernel
     from kernels.quantise_rows.op import empty
 
     wide = torch.empty(tokens, 8 * width, dtype=dtype, device=device).normal_()
     out = empty(wide)
-    for warps in (8, 16, 32):
+    for chunk in (4096, 8192, 16384):
+        for warps in (4, 8, 16):
+            size = kernel.Size(chunk, warps)
 
-        def call(warps=warps):
-            kernel.run(wide, *out, True, warps)
+            def call(size=size):
+                kernel.run_gelu(wide, *out, size)
 
-        yield Pass(f"gelu_quantise_rows warps={warps}", call, wide.nbytes + nbytes(*out))
+            yield Pass(f"gelu_quantise_rows chunk={chunk} warps={warps}", call, wide.nbytes + nbytes(*out))
 
 
 if __name__ == "__main__":

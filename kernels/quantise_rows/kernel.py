@@ -1,6 +1,8 @@
-"""The Triton kernel: some whole rows to a program, read once. Imported only where it runs, because it needs Triton."""
+"""The Triton kernels: whole rows to a program. Imported only where they run, because they need Triton."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -27,22 +29,21 @@ def scale_of(largest, UNIT: tl.constexpr, LEAST: tl.constexpr):
     return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
-@triton.jit
+# The count of rows changes with every size; a kernel of its own for some counts would be compiled during a request.
+@triton.jit(do_not_specialize=["count"])
 def quantise_rows_kernel(
     x,
     values,
     scales,
     count,
     x_row,
-    GELU: tl.constexpr,
-    DIP: tl.constexpr,
     UNIT: tl.constexpr,
     LEAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """values = x / scale, scale = largest magnitude of the row * UNIT; of GELU(x) in place of x if GELU.
+    """values = x / scale, scale = largest magnitude of the row * UNIT.
 
     Products with the reciprocal of a scale pass 448 by a last place at most, which rounds to it.
     """
@@ -51,41 +52,89 @@ def quantise_rows_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < count) & (column < WIDTH)
     value = tl.load(x + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
-    if GELU:
-        largest = tl.maximum(gelu(tl.max(value, axis=1, keep_dims=True)), DIP)
-        value = gelu(value)
-    else:
-        largest = tl.max(tl.abs(value), axis=1, keep_dims=True)
-    scale, inverse = scale_of(largest, UNIT, LEAST)
-    value *= inverse
-    tl.store(values + row * WIDTH + column, value.to(values.dtype.element_ty), mask=mask)
+    scale, inverse = scale_of(tl.max(tl.abs(value), axis=1, keep_dims=True), UNIT, LEAST)
+    tl.store(values + row * WIDTH + column, (value * inverse).to(values.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale, mask=row < count)
 
 
-def launch_size(width: int) -> tuple[int, int]:
-    """Rows of a program and the warps that share them: 32 values to a thread, 64 of the widest rows, in 512 threads."""
-    block = triton.next_power_of_2(width)
-    rows = max(1, 8192 // block)
-    return rows, min(16, max(1, rows * block // 1024))
+@triton.jit
+def gelu_quantise_rows_kernel(
+    x,
+    values,
+    scales,
+    x_row,
+    DIP: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The same of GELU(x), a row to a program: its largest value decides the scale, then it is read again, out of the
+    first cache, a chunk at a time, so that few registers hold it and several programs share a multiprocessor."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    x += row * x_row
+    values += row * WIDTH
+    largest = tl.zeros((CHUNK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, CHUNK):
+        value = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, value)
+    largest = tl.max(largest, axis=0, keep_dims=True)
+    scale, inverse = scale_of(tl.maximum(gelu(largest), DIP), UNIT, LEAST)
+    for start in range(0, WIDTH, CHUNK):
+        mask = start + column < WIDTH
+        value = gelu(tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)) * inverse
+        tl.store(values + start + column, value.to(values.dtype.element_ty), mask=mask)
+    tl.store(scales + row + tl.arange(0, 1), scale)
 
 
-def run(x: Tensor, values: Tensor, scales: Tensor, gelu: bool = False, warps: int | None = None) -> None:
-    """Fill `values` and `scales`. Shapes and strides as `op.py` checks them. warps: of a program, if not the usual."""
+class Size(NamedTuple):
+    """Of a program that applies GELU. chunk: values at a time; warps: that share them."""
+
+    chunk: int
+    warps: int
+
+
+def gelu_size(width: int) -> Size:
+    """16 values to a thread at a time."""
+    chunk = min(8192, triton.next_power_of_2(width))
+    return Size(chunk, max(1, chunk // 512))
+
+
+def run(x: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Fill `values` and `scales`. Shapes and strides as `op.py` checks them."""
     count, width = x.shape
     if width > WIDEST:
         raise ValueError(f"rows have {width} values, at most {WIDEST} fit into the registers of one program")
-    rows, usual = launch_size(width)
+    block = triton.next_power_of_2(width)
+    rows = max(1, 8192 // block)
     launch(
         quantise_rows_kernel,
         (triton.cdiv(count, rows),),
         x.device,
         *(x, values, scales, count, x.stride(0)),
-        GELU=gelu,
+        UNIT=UNIT,
+        LEAST=LEAST,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=min(16, max(1, rows * block // 1024)),
+    )
+
+
+def run_gelu(x: Tensor, values: Tensor, scales: Tensor, size: Size | None = None) -> None:
+    """The same of GELU(x)."""
+    count, width = x.shape
+    chunk, warps = size or gelu_size(width)
+    launch(
+        gelu_quantise_rows_kernel,
+        (count,),
+        x.device,
+        *(x, values, scales, x.stride(0)),
         DIP=DIP,
         UNIT=UNIT,
         LEAST=LEAST,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        ROWS=rows,
-        num_warps=warps or usual,
+        CHUNK=chunk,
+        num_warps=warps,
     )

@@ -34,7 +34,7 @@ def _quantised(x: Tensor, gelu: bool) -> Quantised:
     from kernels.quantise_rows import kernel
 
     found = empty(x)
-    kernel.run(x, *found, gelu)
+    (kernel.run_gelu if gelu else kernel.run)(x, *found)
     return found
 
 

@@ -49,10 +49,15 @@ def cases():
             constants = {"WIDTH": WIDTH, "BLOCK": WIDTH, "ROWS": size.rows, "GATED": gated, "QUANTISE": quantised}
             name = f"modulate gated={gated}{' fp8' * quantised}"
             yield name, modulate.modulate_kernel, constants | limits, size.warps
-    for width, gelu in ((WIDTH, False), (8 * WIDTH, True)):
-        rows, warps = quantise_rows.launch_size(width)
-        constants = {"WIDTH": width, "BLOCK": width, "ROWS": rows, "GELU": gelu, "DIP": quantise_rows.DIP}
-        yield f"quantise_rows gelu={gelu} fp8", quantise_rows.quantise_rows_kernel, constants | limits, warps
+    yield (
+        "quantise_rows fp8",
+        quantise_rows.quantise_rows_kernel,
+        {"WIDTH": WIDTH, "BLOCK": WIDTH, "ROWS": 2} | limits,
+        8,
+    )
+    size = quantise_rows.gelu_size(8 * WIDTH)
+    constants = {"WIDTH": 8 * WIDTH, "CHUNK": size.chunk, "DIP": quantise_rows.DIP} | limits
+    yield "gelu_quantise_rows fp8", quantise_rows.gelu_quantise_rows_kernel, constants, size.warps
     for copied in (False, True):
         size = qk_norm_rope.launch_size(HEADS, HEAD)
         constants = {"SIZE": HEAD, "BLOCK": HEAD, "TOKENS": size.tokens, "HEADS": size.heads}
