@@ -168,6 +168,20 @@ def floor(bench: Bench, repeats: int) -> float:
     return sum(took for _, took in parts)
 
 
+def fp8_products(bench: Bench, repeats: int) -> None:
+    """Print what the video's products take in fp8, of rows that are quantised already: no part of the floor."""
+    rows = []
+    for name, *shape in products(bench):
+        if name.startswith("video"):
+            count, inputs, outputs = shape
+            x, bias = fp8.as_rows(bench.random(count, inputs)), bench.random(outputs)
+            weight, scale = fp8.as_rows(bench.random(outputs, inputs))
+            out = bench.random(count, outputs)
+            took = best(lambda given=(x, weight, scale, bias, out): fp8.multiply(*given), bench.device, repeats)
+            rows.append((f"{name} fp8", took, 2e-9 * count * inputs * outputs / took))
+    print(table(("product", "best ms", "TFLOP/s"), rows), end="\n\n")
+
+
 # ---- ours with single kernels off
 
 
@@ -301,6 +315,8 @@ def measure(size: Size, device: torch.device, given: argparse.Namespace) -> dict
     print(f"attention: {bench.choice.path} ({bench.choice.reason}); kernels: {launch.lack(device) or 'Triton'}")
     print(f"GELU in its product: {fused.gelu_in_product(device, bench.dtype)}; {size.tokens} + {size.text} tokens\n")
     least = floor(bench, 2 if given.small else 20)
+    if device.type != "cuda" or not fp8.lack(device):
+        fp8_products(bench, 2 if given.small else 10)
     kernels = shares(bench, 3 if given.small else 20)
     calls = variants(bench, compiled=device.type == "cuda" and not given.no_compile)
     block = blocks(bench, calls, rounds, repeats)
