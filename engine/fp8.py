@@ -92,13 +92,18 @@ def scaled_product(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor, ou
     return torch._scaled_mm(
         x.values,
         weight.t(),
-        scale_a=x.scales,
+        scale_a=_aligned(x.scales),
         scale_b=scale.t(),
         bias=bias,
         out_dtype=bias.dtype,
         use_fast_accum=True,
         out=out,
     )
+
+
+def _aligned(scales: Tensor) -> Tensor:
+    """cuBLASLt refuses scales that begin in the middle of 16 bytes, as those of a second sample may."""
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
 
 
 def reference_product(x: Quantised, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
