@@ -140,7 +140,7 @@ def run_blocks(
     last = len(blocks) - 1
     for i in range(last):
         after = tuple(attention_of(blocks[i + 1], m[i + 1]) for m in (video, text))
-        before = streams.x
+        before = streams.x if i == 0 else None  # else it would be held until the next block has its peak
         with blocks[i].visit():
             streams = run_block(blocks[i], streams, video[i], text[i], after, rope)
         if i == 0 and enough is not None and enough(before, streams.x):
