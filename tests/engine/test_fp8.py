@@ -79,6 +79,24 @@ def test_gelu_goes_into_the_second_product_in_fp8():
     torch.testing.assert_close(fused.feed_forward(ff, quantise_rows(x)), ff(x), rtol=1e-4, atol=2e-2)
 
 
+def test_the_tensor_cores_get_aligned_tensors_and_enough_rows(monkeypatch):
+    """Of three tokens a sample the second sample's scales begin at byte 12, of 67 at byte 268."""
+    given = []
+
+    def scaled_mm(values, weight, scale_a, scale_b, bias, out_dtype, use_fast_accum, out):
+        given.append([tensor.data_ptr() % 16 for tensor in (values, scale_a)] + [len(values)])
+        return reference_product(fp8.Quantised(values, scale_a), weight.t(), scale_b.t(), bias)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    layer = Fp8Linear(nn.Linear(32, 48))
+    for tokens in (3, 67):
+        second = fp8.Quantised(*(part[tokens:] for part in quantise_rows(torch.randn(2 * tokens, 32))))
+        found = fp8.scaled_product(second, layer.weight, layer.scale, layer.bias)
+        expected = reference_product(second, layer.weight, layer.scale, layer.bias)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert given == [[0, 0, 64], [0, 0, 67]]
+
+
 def test_what_the_cpu_s_own_scaled_product_gives():
     layer, x = products(dtype=torch.bfloat16)
     weight, scale = quantise_rows(layer.weight)
