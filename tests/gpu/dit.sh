@@ -13,10 +13,11 @@ tests() {
     local pids=() names=() i
     start() {
         names+=("$1")
-        timeout 150 "$python" -m pytest -q -rs -s "${@:2}" >"$out/$1.log" 2>&1 &
+        timeout 170 "$python" -m pytest -q -rs -s "${@:2}" >"$out/$1.log" 2>&1 &
         pids+=($!)
     }
-    start rows tests/kernels/test_modulate.py tests/kernels/test_quantise_rows.py
+    start modulate tests/kernels/test_modulate.py
+    start quantise tests/kernels/test_quantise_rows.py
     start joint tests/kernels/test_qk_norm_rope.py
     start model tests/kernels/test_fused_kernels.py
     start fused tests/gpu/test_fused_cuda.py

@@ -110,10 +110,9 @@ def quantised_by_kernel(x, shift, scale, gated=None):
     return values.to(E4M3), scales
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "per sample"])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_quantised_rows_are_within_half_a_step_of_exact_values(device, shape, shared):
-    x, y, gate, shift, scale = inputs(shape, torch.bfloat16, device, shared)
+def test_quantised_rows_are_within_half_a_step_of_exact_values(device, shape):
+    x, y, gate, shift, scale = inputs(shape, torch.bfloat16, device, shared=False)
     residual = torch.empty_like(x)
     found = {
         "alone": (quantised_by_kernel(x, shift, scale), plain_modulate, (x, shift, scale)),
