@@ -145,7 +145,7 @@ class Built:
     `on` finds or builds the object for a device and takes minutes the first time.
     """
 
-    name, fuses = "built", True
+    name, fuses, workspace = "built", True, 0
 
     def __init__(self, library: Library, target: Target, device: torch.device, multiprocessors: int) -> None:
         """row: the table's answer for a layer's width, channels, filters and taps; bench and tests put theirs in."""

@@ -19,10 +19,12 @@ from kernels.vae_decode.geometry import check_direct, check_phases
 
 class Convolver(Protocol):
     """name: as tables and reports call it; fuses: whether `direct` adds bias and residual for free (else it takes
-    another pass over memory, and the decoder prefers to hand the bias to the next pass)."""
+    another pass over memory, and the decoder prefers to hand the bias to the next pass); workspace: bytes that it takes
+    beside its tensors."""
 
     name: str
     fuses: bool
+    workspace: int
 
     def direct(
         self,
@@ -64,6 +66,7 @@ class Cudnn:
     already rounded to the dtype of the output."""
 
     name, fuses = "cudnn", False
+    workspace = 512 * 2**20  # seen on an H200: 0.4 GiB
 
     def direct(
         self,

@@ -14,8 +14,6 @@ from kernels.vae_decode.winograd import PHASES, tiles
 
 MIB, GIB = 2**20, 2**30
 LATENTS = 4  # latent frames of a pass
-# What the convolution library takes for itself beside the tensors. An allowance: not measured yet.
-WORKSPACE = 256 * MIB
 
 
 class Level(NamedTuple):
@@ -48,18 +46,15 @@ class Plan:
         return f"slices of {frames} frames, bands of {self.work // MIB} MiB"
 
 
-# From the usual one down. Slices of four frames at the large levels are one tile: larger ones were no aim.
-PLANS = (
-    Plan((4, 8, 4, 4), 1024 * MIB),
-    Plan((4, 8, 4, 4), 512 * MIB),
-    Plan((4, 4, 4, 4), 256 * MIB),
-    Plan((4, 4, 4, 4), 64 * MIB),
-)
+# From the usual one down. On an H200 slices of eight frames at the second level are no faster, and bands of 256 MiB
+# start more kernels than the host can keep up with (benchmarks.md).
+SLICES = (4, 4, 4, 4)
+PLANS = tuple(Plan(SLICES, work * MIB) for work in (1024, 512, 256, 64))
 
 
 def peak(plan: Plan, levels: Sequence[Level], held: int, h: int, w: int, size: int) -> int:
-    """Bytes at the worst moment of a decode of any length. held: weights and histories; h, w: of the latents (or of a
-    device's rows of them); size: bytes of a number.
+    """Bytes at the worst moment of a decode of any length. held: weights, histories and workspace; h, w: of the latents
+    (or of a device's rows of them); size: bytes of a number.
 
     At every level its input waits while slices of it go up; on top, the level at work has its stream, the half-done
     block beside it and a band, or its stream, the enlarged frames and the phases of some.
@@ -76,7 +71,7 @@ def peak(plan: Plan, levels: Sequence[Level], held: int, h: int, w: int, size: i
         worst = max(worst, waiting + max(blocks, phases if level.factor else 0))
         if level.factor:
             frames, h, w = some * level.factor, 2 * h, 2 * w
-    return held + worst + WORKSPACE
+    return held + worst
 
 
 def _band(plan: Plan, level: Level, frames: int, h: int, w: int, size: int) -> int:

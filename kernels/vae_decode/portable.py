@@ -84,7 +84,8 @@ class PortableDecoder:
     def peak(self, plan: Plan, h: int, w: int) -> int:
         """Bytes that decoding latents of h x w takes at most, weights included, whatever the number of frames."""
         size = self.dtype.itemsize
-        return peak(plan, self._shapes(), self.weight_bytes + self._history_bytes(h, w) * size, h, w, size)
+        held = self.weight_bytes + self._history_bytes(h, w) * size + self.convolver.workspace
+        return peak(plan, self._shapes(), held, h, w, size)
 
     def _shapes(self) -> list[Level]:
         return [

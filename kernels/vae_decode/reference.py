@@ -22,7 +22,7 @@ from kernels.vae_decode.winograd import INPUTS, OUTPUTS, matrix
 class Reference:
     """The convolver of tests: sums in `wide` (fp32, or fp64 where the order of a sum must not show), one rounding."""
 
-    name, fuses = "reference", True
+    name, fuses, workspace = "reference", True, 0
 
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
         self.wide = wide
