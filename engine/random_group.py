@@ -5,13 +5,15 @@ Every rank draws the same weights from the same seed. `python -m engine.random_g
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from engine.executor import LocalExecutor, Report
+from engine.executor import DTYPES, LocalExecutor, Report, choose_precision, denoise_paths, switch
+from engine.mmdit import MMDiTConfig
 from engine.noise import draw_noise
 from engine.prompt import TextEmbedding
 from engine.rank import Rank
@@ -19,6 +21,8 @@ from engine.rehearsal import FULL, Scene, random_transformer, random_vae
 from engine.settings import DenoiseSettings
 from engine.spread import GroupExecutor
 from engine.worker import serve
+
+BLOCKS = 5  # of a transformer that is only timed
 
 
 class RandomRank(Rank):
@@ -46,22 +50,39 @@ class RandomGroup(GroupExecutor):
         return self.scene
 
     def encode_prompt(self, prompt: str) -> TextEmbedding:
-        """Noise of a usual length: a longer one for a prompt than for none."""
-        tokens = self.scene.text[0 if prompt.strip() else 1]
-        values = draw_noise(tokens, (tokens, self.scene.config.text_embed_dim))
-        return TextEmbedding(values[None], tokens, 0)
+        """Noise in its place."""
+        return random_text(self.scene, prompt)
 
 
-class RandomDecoder(LocalExecutor):
-    """One device that only decodes, without a checkpoint."""
+class RandomLocal(LocalExecutor):
+    """One device without a checkpoint: the decoder, and the transformer's first blocks, for timing them."""
 
     def __init__(self, device: torch.device, scene: Scene = FULL) -> None:
         super().__init__("random weights", device)
         self.scene = scene
 
     def load(self, settings: DenoiseSettings, report: Report) -> None:
-        """The decoder's weights alone."""
+        """Draws the weights."""
         self.vae = random_vae(self.scene.vae, self.device)
+        config = dataclasses.replace(self.scene.config, num_layers=min(BLOCKS, self.scene.config.num_layers))
+        self.transformer = random_transformer(config, self.device, DTYPES[choose_precision(settings, self.device)])
+        self.paths = denoise_paths(settings, self.device, self.transformer)
+        switch(self.transformer, self.paths)
+
+    @property
+    def transformer_config(self) -> MMDiTConfig:
+        """Of all blocks."""
+        return self.scene.config
+
+    def encode_prompt(self, prompt: str) -> TextEmbedding:
+        """As of `RandomGroup`."""
+        return random_text(self.scene, prompt)
+
+
+def random_text(scene: Scene, prompt: str) -> TextEmbedding:
+    """Noise of a usual length: a longer one for a prompt than for none."""
+    tokens = scene.text[0 if prompt.strip() else 1]
+    return TextEmbedding(draw_noise(tokens, (1, tokens, scene.config.text_embed_dim)), tokens, 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """`python -m engine.spread_bench --devices 0,1`: what several devices gain, in one run, as one line of JSON.
 
 Times a decode and a denoising step on 1, 2, 4, 8 of the devices (warm, median), compares the frames with those of one
-device, ends a rank in the middle of a request and asks again. On one device it predicts a decode instead: it times
-there what every rank would do and adds the bytes over a link of a stated speed. Weights are the checkpoint's, or with
---random random ones of the released sizes; latents are noise.
+device, ends a rank in the middle of a request and asks again. On one device it predicts instead
+(engine/spread_predict.py). Weights are the checkpoint's, or with --random random ones of the released sizes; latents
+are noise.
 
 All that two GPUs have to show, in one command, and the prediction that one GPU allows:
 
@@ -28,11 +28,8 @@ import numpy as np
 import torch
 
 from engine.arguments import exit_code, positive, require_folder
-from engine.bands import Band, Message
 from engine.compare import levels_apart
 from engine.condition import make_condition
-from engine.decode import DecodeRun, HostCopy, explain
-from engine.decode_plan import Plan
 from engine.devices import RULE, devices_from_environment, parse_devices
 from engine.errors import EngineError, GroupError
 from engine.executor import LocalExecutor
@@ -42,9 +39,8 @@ from engine.request import Request
 from engine.settings import DecodePath, DecodePrecision, DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.spread import GroupExecutor
-from engine.telemetry import synchronize
+from engine.spread_predict import COUNTS, Assumed, predict
 
-COUNTS = (1, 2, 4, 8)
 NEVER = threading.Event()
 SMALL = {"height": 96, "width": 128, "frames": 17}
 
@@ -156,64 +152,6 @@ def _killed(
     return {"error": said, "seconds_to_error": seconds, "next_request_same_bytes": bool(np.array_equal(again, truth))}
 
 
-class CountingLink:
-    """Sends nothing: counts what a rank would send and how often, and hands out zeros."""
-
-    def __init__(self) -> None:
-        self.bytes = self.exchanges = 0
-
-    def swap(self, outgoing: list[Message], incoming: list[Message]) -> Any:
-        self.exchanges += 1
-        self.bytes += sum(tensor.nbytes for _, tensor in outgoing)
-        return lambda: [tensor.zero_() for _, tensor in incoming]
-
-
-def predict(executor: LocalExecutor, request: Request, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A decode by 1, 2, 4 and 8 ranks, from the work of each of them on this one device."""
-    latents = draw_noise(request.seed, (1, *latent_shape(request.frames, request.height, request.width)))
-    plan = Plan(latents, explain(request.decode, executor.device))
-    figures: dict[int, dict[str, Any]] = {}
-    for count in COUNTS:
-        if count <= latents.shape[3]:
-            figures[count] = _slowest(executor, plan, count, arguments)
-    one = figures[1]["seconds"]
-    return {
-        "decoder": plan.choice._asdict(),
-        "decode_predicted": {count: found | {"speedup": one / found["seconds"]} for count, found in figures.items()},
-        "assumptions": f"a prediction, not a measurement of {max(figures)} devices: the slowest rank's own work, timed "
-        f"alone on {executor.device_name()}, plus its bytes at {arguments.link:g} GB/s and {arguments.delay:g} us an "
-        "exchange, none of it hidden behind work; every device is as fast as this one",
-    }
-
-
-def _slowest(executor: LocalExecutor, plan: Plan, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bands of the same height and with as many neighbours are timed once."""
-    total = plan.latents.shape[3]
-    kinds = {_kind(Band(total, rank, count, CountingLink())): rank for rank in range(count)}
-    ranks = [_rank(executor, plan, rank, count, arguments) for rank in kinds.values()]
-    return max(ranks, key=lambda found: found["seconds"])
-
-
-def _kind(band: Band) -> tuple[int, bool, bool]:
-    return band.count, band.above is None, band.below is None
-
-
-def _rank(executor: LocalExecutor, plan: Plan, rank: int, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    times = []
-    for _ in range(arguments.repeats + 1):
-        link = CountingLink()
-        rows = Band(plan.latents.shape[3], rank, count, link) if count > 1 else None
-        began = time.perf_counter()
-        copy = HostCopy(DecodeRun(executor.vae, plan, rows))
-        for span in plan.passes:
-            copy.start(span)
-        synchronize(executor.device)
-        times.append(time.perf_counter() - began)
-    work = statistics.median(times[1:])
-    way = link.bytes / (arguments.link * 1e9) + link.exchanges * arguments.delay * 1e-6
-    return {"seconds": work + way, "work": work, "on_the_way": way, "bytes": link.bytes, "exchanges": link.exchanges}
-
-
 def _request(arguments: argparse.Namespace, preset: Preset) -> Request:
     size = {name: getattr(arguments, name) for name in SMALL}
     asked = {name: value if value is not None else SMALL[name] for name, value in size.items()}
@@ -226,11 +164,11 @@ def _executor(arguments: argparse.Namespace, preset: Preset, devices: tuple) -> 
         group = len(devices) > 1
         return GroupExecutor(preset.checkpoint, devices) if group else LocalExecutor(preset.checkpoint, devices[0])
     # Here, since diffusers takes seconds to import.
-    from engine.random_group import RandomDecoder, RandomGroup
+    from engine.random_group import RandomGroup, RandomLocal
     from engine.rehearsal import FULL, SMALL
 
     scene = SMALL if arguments.small else FULL
-    return RandomGroup(devices, scene) if len(devices) > 1 else RandomDecoder(devices[0], scene)
+    return RandomGroup(devices, scene) if len(devices) > 1 else RandomLocal(devices[0], scene)
 
 
 def _quiet(*_: Any) -> None:
@@ -254,7 +192,8 @@ def run(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         yield "device_name", executor.device_name()
         yield "versions", executor.versions()
         several = isinstance(executor, GroupExecutor)
-        figures = bench(executor, request, arguments.repeats) if several else predict(executor, request, arguments)
+        assumed = Assumed(arguments.link * 1e9, arguments.delay * 1e-6, arguments.repeats)
+        figures = bench(executor, request, arguments.repeats) if several else predict(executor, request, assumed)
         yield from figures.items()
     finally:
         executor.close()
