@@ -179,10 +179,10 @@ FP32 = Limits(100.0, 0.9999, False, "fp32 on both sides may differ by the order 
 REDUCED = Limits(61.0, 0.998, False, "the published figures of a 16-bit kernel against fp32")
 
 
-def limits_for(a: Decoder, b: Decoder) -> Limits:
-    """Which limits hold for a pair."""
+def limits_for(a: Decoder, b: Decoder, gpu: bool = False) -> Limits:
+    """Which limits hold for a pair, on a CPU or on a GPU, where path plain convolves with cuDNN too."""
     if a[:2] == b[:2]:
-        return LEVEL if a.path == "portable" else SAME
+        return LEVEL if a.path == "portable" or (gpu and a.path == "plain") else SAME
     return FP32 if a.precision == b.precision == "fp32" else REDUCED
 
 

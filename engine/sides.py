@@ -165,13 +165,14 @@ def _excerpt(frames: int, available: int) -> int:
 class Side:
     """One decode. seconds: of delivering all frames, warm; peak_bytes: the highest of each device meanwhile; added:
     what came on top of what an accelerator held before (None on a CPU, where a process gives memory back too late to
-    tell); error: why there is no result, in words; notes: what took over while it was decoded, if
-    something did."""
+    tell); error: why there is no result, in words; notes: what took over while it was decoded, if something did; gpu:
+    whether GPUs decoded it."""
 
     name: str
     settings: DecodeSettings
     folder: Path
     decoder: Decoder | None = None
+    gpu: bool = False
     reason: str = ""
     seconds: float | None = None
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -257,6 +258,7 @@ class Comparison:
     def _work(self, side: Side, executor: Executor, telemetry: Telemetry, cancel: threading.Event) -> Iterator[Event]:
         choice = executor.explain_decode(side.settings)
         side.decoder, side.reason = decoder_of(choice), choice.reason
+        side.gpu = executor.devices[0].type == "cuda"
         yield SideStarted(side.name, choice.path, choice.precision, side.reason)
         side.folder.mkdir(exist_ok=True)
         first = len(self.sides) == 1
@@ -329,7 +331,7 @@ class Comparison:
             for ours, theirs in zip(a.raw.chunks(CHUNK), b.raw.chunks(CHUNK), strict=True):
                 self.meter.add_bytes(ours, theirs)
             figures = self.meter.figures()
-            verdict = judge(figures, limits_for(a.decoder, b.decoder))
+            verdict = judge(figures, limits_for(a.decoder, b.decoder, a.gpu))
             result |= {"ratio": b.seconds / a.seconds, "figures": figures, "verdict": verdict}
             yield StageEnded("compare", 0.0)
         result = plain_json(result)

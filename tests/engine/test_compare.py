@@ -153,7 +153,8 @@ def test_the_difference_is_amplified_and_cut_at_white():
 
 def test_limits_follow_from_what_is_compared():
     reference, plain = Decoder("reference", "fp32"), Decoder("plain", "fp32")
-    assert limits_for(plain, plain) is SAME
+    assert limits_for(plain, plain) is SAME and limits_for(plain, plain, gpu=True) is LEVEL
+    assert limits_for(Decoder("built", "fp16"), Decoder("built", "fp16", 2), gpu=True) is SAME
     assert limits_for(Decoder("portable", "fp16"), Decoder("portable", "fp16")) is LEVEL
     assert limits_for(plain, reference) is FP32
     assert limits_for(Decoder("plain", "bf16"), reference) is REDUCED

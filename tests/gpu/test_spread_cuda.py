@@ -78,7 +78,7 @@ def compare(name, got, expected, choice):
     """Print how far apart two decodes are, and hold them to what the page says of such a pair."""
     levels, share = max(int(levels_apart(a, b).max()) for a, b in zip(got, expected, strict=True)), (got != expected)
     print(f"\n{name}: {levels} levels apart at most, {share.mean():.2e} of the bytes differ, deviation {got.std():.0f}")
-    limits = limits_for(choice, choice)
+    limits = limits_for(choice, choice, gpu=True)
     assert expected.std() > 5 and levels <= (0 if limits.same_bytes else limits.levels)
 
 
