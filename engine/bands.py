@@ -35,6 +35,7 @@ class Rows:
     """Every row of the frame. What lies outside of it is zero, which is the convolution's own padding."""
 
     halo = 0  # rows of others that stand above and below ours where a convolution is three rows high
+    parts = 1  # devices that share the frame
     pad = 1  # rows of zeros that such a convolution has to add on each side
     mine = slice(None)
     above: int | None = None  # ranks of the neighbours, None at the edge of the picture
@@ -68,7 +69,7 @@ class Band(Rows):
     halo, pad = 1, 0
 
     def __init__(self, total: int, rank: int, ranks: int, link: Link) -> None:
-        self.total, self.rank, self.link = total, rank, link
+        self.total, self.rank, self.parts, self.link = total, rank, ranks, link
         self.bands = split(total, ranks)
         self.mine = self.bands[rank]
         self.pixels = slice(SPATIAL_FACTOR * self.mine.start, SPATIAL_FACTOR * self.mine.stop)

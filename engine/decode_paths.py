@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from kernels.choose import AUTO, Path, choose
 from kernels.launch import lack as triton_lack
 
 if TYPE_CHECKING:
+    from kernels.vae_decode.plan import Plan as Cut
     from kernels.vae_decode.portable import PortableDecoder
     from kernels.vae_decode.state import State
 
@@ -155,24 +157,39 @@ def start(
 ) -> State:
     """A request's state, cut to fit as by `fit`. Devices that share a frame must cut alike: each has been asked for its
     `fit` before, and `smaller` is the cut that suits all of them."""
-    from kernels.vae_decode.plan import GIB, PLANS
+    from kernels.vae_decode.plan import GIB
 
-    cut = smaller if rows.halo else fit(decoder, height, width, memory_gib, smaller)
-    log.info("decode: %s, at most %.1f GiB", PLANS[cut], decoder.peak(PLANS[cut], height, width) / GIB)
-    return decoder.start(PLANS[cut], rows)
+    cut = smaller if rows.parts > 1 else fit(decoder, height, width, memory_gib, smaller)
+    chosen = cuts(rows.parts)[cut]
+    log.info("decode: %s, at most %.1f GiB", chosen, decoder.peak(chosen, height, width) / GIB)
+    return decoder.start(chosen, rows)
+
+
+def cuts(parts: int) -> list[Cut]:
+    """The ways to cut the work, the usual one first, on a device that has one of so many parts of the rows. It takes as
+    many times the frames at once: kernels of few rows and few frames end before the host has started the next ones."""
+    from kernels.vae_decode.plan import PLANS
+
+    return [dataclasses.replace(plan, slices=tuple(parts * frames for frames in plan.slices)) for plan in PLANS]
 
 
 def fit(
-    decoder: PortableDecoder, height: int, width: int, memory_gib: float | None, smaller: int = 0, sharing: int = 1
+    decoder: PortableDecoder,
+    height: int,
+    width: int,
+    memory_gib: float | None,
+    smaller: int = 0,
+    parts: int = 1,
+    sharing: int = 1,
 ) -> int:
-    """Which of `PLANS` to cut the work by: the first after `smaller` of them that takes no more than `memory_gib` and
-    what is free on the GPU, of which each of `sharing` processes gets its part.
+    """Which of `cuts` to take: the first after `smaller` of them that takes no more than `memory_gib` and what is free
+    on the GPU, of which each of `sharing` processes gets its part.
 
     height, width: of our rows of the latents. ResourceError where nothing fits.
     """
-    from kernels.vae_decode.plan import GIB, PLANS, choose
+    from kernels.vae_decode.plan import GIB, choose
 
-    peaks = [decoder.peak(plan, height, width) for plan in PLANS[smaller:]]
+    peaks = [decoder.peak(cut, height, width) for cut in cuts(parts)[smaller:]]
     limit = None if memory_gib is None else int(memory_gib * GIB)
     free = None if decoder.device.type != "cuda" else _free(decoder.device, sharing) + decoder.weight_bytes
     return smaller + choose(peaks, limit, free)
@@ -189,7 +206,7 @@ def instead(plan: Plan, state: State | None, failure: Exception, where: str = "T
     if state is None:
         raise failure
     if isinstance(failure, torch.OutOfMemoryError | ExhaustedError):
-        smaller = PLANS.index(state.plan) + 1
+        smaller = [usual.work for usual in PLANS].index(state.plan.work) + 1
         if smaller == len(PLANS):
             raise failure
         torch.cuda.empty_cache()

@@ -202,7 +202,7 @@ class Rank:
             return smaller
         rows, decoder = split(size[0], ranks)[self.rank], fast_decoder(self.vae, choice)
         try:
-            return fit(decoder, rows.stop - rows.start, size[1], memory_gib, smaller, min(self.sharing, ranks))
+            return fit(decoder, rows.stop - rows.start, size[1], memory_gib, smaller, ranks, min(self.sharing, ranks))
         except ResourceError as error:
             return str(error)
 

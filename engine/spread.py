@@ -25,7 +25,7 @@ import engine.checkpoint as files
 from engine.agree import agree, lack
 from engine.condition import prepare_image
 from engine.decode import RING, stopper
-from engine.decode_paths import FAST, instead
+from engine.decode_paths import FAST, cuts, instead
 from engine.decode_plan import Arrivals, Choice, FrameChunk, Plan
 from engine.denoise import Step
 from engine.errors import Cancelled, ExhaustedError, NotFiniteError, RequestError, ResourceError
@@ -47,7 +47,6 @@ from engine.shared import Shared
 from engine.telemetry import DeviceMemory, Memory, memory_now
 from engine.ulysses import Team, form_team
 from kernels.choose import Choice as KernelChoice
-from kernels.vae_decode.plan import PLANS
 from kernels.vae_decode.state import State
 
 log = logging.getLogger(__name__)
@@ -248,7 +247,7 @@ class GroupExecutor:
 
     def _instead(self, plan: Plan, cut: int, failure: Exception) -> tuple[Plan, int]:
         """As `engine.decode_paths.instead`, with all ranks ready for it."""
-        state = State(PLANS[cut]) if plan.choice.path in FAST else None
+        state = State(cuts(_ranks(plan))[cut]) if plan.choice.path in FAST else None
         where = str(failure).partition(",")[0]  # the rank and its device, see `engine.group`
         plan, cut = instead(plan, state, failure, where)
         if not self.group.alive:  # the others waited for what the one could not send, and were ended with it

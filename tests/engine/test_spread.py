@@ -21,6 +21,7 @@ from torch import nn
 
 from engine.condition import make_condition
 from engine.decode import DecodeRun, HostCopy
+from engine.decode_paths import cuts
 from engine.decode_plan import Choice, Plan
 from engine.errors import Cancelled, EngineError, GroupError, NotFiniteError, ResourceError
 from engine.executor import LocalExecutor
@@ -31,7 +32,7 @@ from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
 from engine.shared import Shared
 from engine.spread import GroupExecutor
-from kernels.vae_decode.plan import GIB, PLANS
+from kernels.vae_decode.plan import GIB
 from kernels.vae_decode.portable import PortableDecoder
 from tests.engine.faulty_worker import BARE, Bare
 from tests.engine.wan_vae import normal_latents
@@ -314,11 +315,19 @@ def portable(latents, bare_checkpoint, precision, passes=(1, 4)):
     return np.concatenate([copy.start(span).chunk().frames.copy() for span in run.plan.passes])
 
 
+@pytest.mark.parametrize("ranks, precision", [(2, "fp32"), (4, "fp32"), (4, "fp16")])
+def test_a_fast_path_takes_more_frames_at_once_and_gives_the_same_bytes(bare_checkpoint, on, ranks, precision):
+    latents = normal_latents(9, 6, 4)
+    assert cuts(ranks)[0].slices == tuple(ranks * frames for frames in cuts(1)[0].slices)
+    got, lengths = frames_of(on(ranks), latents, DecodeSettings("portable", precision))
+    assert np.array_equal(got, portable(latents, bare_checkpoint, precision)) and lengths == [1, 16, 16]
+
+
 def test_a_budget_of_memory_makes_all_ranks_cut_alike(bare_checkpoint, group):
     """Between what the larger and what the smaller band take: left to themselves they would exchange other shapes."""
     latents = normal_latents(9, 5, 8)
     decoder = PortableDecoder(torch.load(bare_checkpoint / BARE, weights_only=False), torch.float32)
-    low, high = (decoder.peak(PLANS[1], rows, 8) for rows in (2, 3))
+    low, high = (decoder.peak(cuts(2)[1], rows, 8) for rows in (2, 3))
     settings = DecodeSettings("portable", "fp32", memory_gib=(low + high) / 2 / GIB)
     most, group.most = group.most, 2
     try:
