@@ -61,9 +61,15 @@ def device_memory(index: int) -> DeviceMemory:
     )
 
 
+def in_use(device: torch.device) -> bool:
+    """Whether a device is a GPU that this process has opened. One that it has not opened has no statistics to begin
+    again (PyTorch refuses to), and nothing to wait for."""
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for a device, so that a clock read afterwards is true."""
-    if device.type == "cuda":
+    if in_use(device):
         torch.cuda.synchronize(device)
 
 
@@ -138,7 +144,7 @@ class Telemetry:
     @contextmanager
     def stage(self, name: str) -> Iterator[StageRecord]:
         """Time a stage; its peaks hold what the sampler saw and, on CUDA, the allocator's own maximum."""
-        if self.device.type == "cuda":
+        if in_use(self.device):
             torch.cuda.reset_peak_memory_stats(self.device)
         record = StageRecord(name, self.elapsed)
         self.stages.append(record)

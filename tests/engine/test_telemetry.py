@@ -50,3 +50,17 @@ def test_a_stage_that_fails_is_still_timed_and_the_sampler_ends():
     except ValueError:
         pass
     assert stage.seconds is not None and not telemetry._sampler.is_alive()
+
+
+def test_a_gpu_that_is_not_open_yet_has_no_statistics(monkeypatch):
+    """As the H200 answered: invalid device argument."""
+
+    def refuse(device):
+        raise RuntimeError("Invalid device argument")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with Telemetry(torch.device("cuda:0")) as telemetry, telemetry.stage("build"):
+        pass
+    assert telemetry.stages[0].seconds is not None
