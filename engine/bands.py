@@ -88,8 +88,11 @@ class Band(Rows):
     def fill(self, target: Tensor, write: Write) -> None:
         """Our outermost rows first, then the rows inside while those of the neighbours are on their way."""
         rows = target.shape[1] - 2
-        for row in sorted({0, rows - 1}):
-            write(row, row + 1)
+        if rows > 2:
+            write(0, 1)
+            write(rows - 1, rows)
+        else:
+            write(0, rows)
         arrive = self._exchange(target)
         if rows > 2:
             write(1, rows - 1)

@@ -166,11 +166,13 @@ def start(
 
 
 def cuts(parts: int) -> list[Cut]:
-    """The ways to cut the work, the usual one first, on a device that has one of so many parts of the rows. It takes as
-    many times the frames at once: kernels of few rows and few frames end before the host has started the next ones."""
+    """The ways to cut the work, from the usual one down, on a device that has one of so many parts of the rows. If it
+    can, it takes as many times the frames at once: kernels of few rows and few frames end before the host has started
+    the next ones."""
     from kernels.vae_decode.plan import PLANS
 
-    return [dataclasses.replace(plan, slices=tuple(parts * frames for frames in plan.slices)) for plan in PLANS]
+    longer = dataclasses.replace(PLANS[0], slices=tuple(parts * frames for frames in PLANS[0].slices))
+    return [longer, *PLANS] if parts > 1 else list(PLANS)
 
 
 def fit(
@@ -195,19 +197,19 @@ def fit(
     return smaller + choose(peaks, limit, free)
 
 
-def instead(plan: Plan, state: State | None, failure: Exception, where: str = "The GPU") -> tuple[Plan, int]:
+def instead(
+    plan: Plan, state: State | None, failure: Exception, where: str = "The GPU", parts: int = 1
+) -> tuple[Plan, int]:
     """What to try after a failure: the plan with a note, and how many ways to cut the work to pass over.
 
-    where: it happened. Raises the failure where nothing is left to try.
+    where: it happened; parts: as of `cuts`. Raises the failure where nothing is left to try.
     """
-    from kernels.vae_decode.plan import PLANS
-
     wider = WIDER.get(plan.choice.precision)
     if state is None:
         raise failure
     if isinstance(failure, torch.OutOfMemoryError | ExhaustedError):
-        smaller = [usual.work for usual in PLANS].index(state.plan.work) + 1
-        if smaller == len(PLANS):
+        smaller = cuts(parts).index(state.plan) + 1
+        if smaller == len(cuts(parts)):
             raise failure
         torch.cuda.empty_cache()
         return plan.noted(f"{where} ran out of memory in {state.plan}; decoding goes on in smaller pieces."), smaller

@@ -247,9 +247,10 @@ class GroupExecutor:
 
     def _instead(self, plan: Plan, cut: int, failure: Exception) -> tuple[Plan, int]:
         """As `engine.decode_paths.instead`, with all ranks ready for it."""
-        state = State(cuts(_ranks(plan))[cut]) if plan.choice.path in FAST else None
+        parts = _ranks(plan)
+        state = State(cuts(parts)[cut]) if plan.choice.path in FAST else None
         where = str(failure).partition(",")[0]  # the rank and its device, see `engine.group`
-        plan, cut = instead(plan, state, failure, where)
+        plan, cut = instead(plan, state, failure, where, parts)
         if not self.group.alive:  # the others waited for what the one could not send, and were ended with it
             self.load(self._settings, _quiet)
         if any(self._prepared(plan)):

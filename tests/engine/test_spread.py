@@ -318,7 +318,7 @@ def portable(latents, bare_checkpoint, precision, passes=(1, 4)):
 @pytest.mark.parametrize("ranks, precision", [(2, "fp32"), (4, "fp32"), (4, "fp16")])
 def test_a_fast_path_takes_more_frames_at_once_and_gives_the_same_bytes(bare_checkpoint, on, ranks, precision):
     latents = normal_latents(9, 6, 4)
-    assert cuts(ranks)[0].slices == tuple(ranks * frames for frames in cuts(1)[0].slices)
+    assert cuts(ranks)[0].slices == tuple(ranks * frames for frames in cuts(1)[0].slices) and cuts(ranks)[1:] == cuts(1)
     got, lengths = frames_of(on(ranks), latents, DecodeSettings("portable", precision))
     assert np.array_equal(got, portable(latents, bare_checkpoint, precision)) and lengths == [1, 16, 16]
 
@@ -327,13 +327,13 @@ def test_a_budget_of_memory_makes_all_ranks_cut_alike(bare_checkpoint, group):
     """Between what the larger and what the smaller band take: left to themselves they would exchange other shapes."""
     latents = normal_latents(9, 5, 8)
     decoder = PortableDecoder(torch.load(bare_checkpoint / BARE, weights_only=False), torch.float32)
-    low, high = (decoder.peak(cuts(2)[1], rows, 8) for rows in (2, 3))
+    low, high = (decoder.peak(cuts(2)[2], rows, 8) for rows in (2, 3))
     settings = DecodeSettings("portable", "fp32", memory_gib=(low + high) / 2 / GIB)
     most, group.most = group.most, 2
     try:
         plan = group._agreed(latents, settings)
-        assert group._ask(plan, "decode_fit", plan.choice, (5, 8), plan.memory_gib, 2, 0) == [1, 2]
-        assert group._fit(plan, 0) == 2
+        assert group._ask(plan, "decode_fit", plan.choice, (5, 8), plan.memory_gib, 2, 0) == [2, 3]
+        assert group._fit(plan, 0) == 3
         got, lengths = frames_of(group, latents, settings)
         assert np.array_equal(got, portable(latents, bare_checkpoint, "fp32")) and lengths == [1, 16, 16]
         with pytest.raises(ResourceError, match=r"rank 0 \(cpu\): .* memory_gib allows 0\.0 GiB"):
@@ -366,7 +366,7 @@ def test_a_rank_out_of_memory_makes_all_go_on_in_smaller_pieces(bare_checkpoint,
         assert (tmp_path / "once").exists() and executor.holds(DenoiseSettings())
     assert [start for start, _, _ in chunks] == [0, 1, 17]
     (notes,) = (notes for _, _, notes in chunks if notes)
-    assert notes[0].startswith("Rank 1 (cpu) ran out of memory in slices") and "smaller pieces" in notes[0]
+    assert notes[0].startswith("Rank 1 (cpu) ran out of memory in slices of 8, ") and "smaller pieces" in notes[0]
     frames = np.concatenate([frames for _, frames, _ in chunks])
     assert np.array_equal(frames, portable(latents, bare_checkpoint, "fp32"))
 
