@@ -244,9 +244,10 @@ def variants(bench: Bench, compiled: bool) -> dict[str, Call]:
     """Every row: its name, and the call that is one block."""
     calls: dict[str, Call] = {
         "plain": lambda: bench.plain(None),
+        "plain-flash": lambda: bench.plain("flash"),
         "plain-best-attention": lambda: bench.plain(bench.choice.path),
+        "ours": bench.ours,
     }
-    calls["ours"] = bench.ours
     calls["ours-without-best-attention"] = lambda: bench.ours(None)
     calls |= {f"ours-without-{name}": without(bench.ours, replaced) for name, replaced in WITHOUT.items()}
     if bench.device.type != "cuda" or not fp8.lack(bench.device):
