@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,11 @@ class GroupExecutor:
         """As of `LocalExecutor`: of this process and the workers on the host; of GPUs, as of their last call."""
         ours = memory_now()
         if self.cuda:
-            devices = [usage.memory for _, usage in sorted(self._usage.items()) if usage.memory]
+            devices = [
+                replace(usage.memory, name=self.names[rank]) if self.way.staged else usage.memory
+                for rank, usage in sorted(self._usage.items())
+                if usage.memory
+            ]
             return Memory(ours.host, ours.host_available, ours.host_total, tuple(devices))
         sizes = [_size(member.process.pid) for member in self.group.members]
         lanes = tuple(

@@ -10,6 +10,9 @@ import torch
 
 from engine import link as module
 from engine.link import LEASH, Link, way
+from engine.rank import Usage
+from engine.spread import GroupExecutor
+from engine.telemetry import DeviceMemory
 
 CPU = torch.device("cpu")
 
@@ -102,3 +105,13 @@ def test_the_host_is_never_far_ahead_of_a_gpu(monkeypatch):
         link.swap([], [])()
     ended = made[1::2]
     assert [event.came for event in ended] == [True] * 2 * LEASH + [False] * LEASH
+
+
+def test_processes_that_share_a_gpu_are_told_apart():
+    group = GroupExecutor("nothing", [gpu(0), gpu(0)])
+    held = DeviceMemory("cuda:0", 1, 2, 3, 4, 5)
+    group._usage = {rank: Usage(0, 1, 0, 0, 0, held) for rank in (1, 0)}
+    assert [device.name for device in group.memory().devices] == ["rank 0 (cuda:0)", "rank 1 (cuda:0)"]
+    group = GroupExecutor("nothing", [gpu(0), gpu(1)])
+    group._usage = {0: Usage(0, 1, 0, 0, 0, held)}
+    assert [device.name for device in group.memory().devices] == ["cuda:0"]
