@@ -30,7 +30,7 @@ def test_the_last_line_is_the_record(capsys):
     assert set(record) == {"bench", "gpu", "torch", "date", "commit", "tokens", "floor_ms", "rows", "kernels"}
     assert record["bench"] == "dit" and record["tokens"] == 52 and record["floor_ms"] > 0
     names = [row["name"] for row in record["rows"]]
-    assert set(names) >= PEERS and all(name in PEERS or name.startswith("ours") for name in names)
+    assert set(names) >= PEERS and all(name.startswith(("plain", "ours")) for name in names)
     assert all(row["block_ms"] > 0 for row in record["rows"])
     assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours", "ours-fp8"}
     assert {kernel["name"] for kernel in record["kernels"]} >= {
