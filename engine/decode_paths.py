@@ -194,7 +194,8 @@ def fit(
     peaks = [decoder.peak(cut, height, width) for cut in cuts(parts)[smaller:]]
     limit = None if memory_gib is None else int(memory_gib * GIB)
     free = None if decoder.device.type != "cuda" else _free(decoder.device, sharing) + decoder.weight_bytes
-    return smaller + choose(peaks, limit, free)
+    advice = "choose precision bf16, whose weights are smaller, " if decoder.dtype == torch.float16 else ""
+    return smaller + choose(peaks, limit, free, advice)
 
 
 def instead(

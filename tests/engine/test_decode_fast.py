@@ -99,6 +99,8 @@ def test_too_little_memory_is_refused_before_anything_runs(here, vae):
     settings = DecodeSettings("portable", "fp32", memory_gib=0.01)
     with pytest.raises(ResourceError, match=r"needs at least 0\.\d GiB, memory_gib allows 0\.0 GiB"):
         decode(vae, normal_latents(1), settings)
+    with pytest.raises(ResourceError, match="choose precision bf16, whose weights are smaller"):
+        decode(vae, normal_latents(1), DecodeSettings("portable", "fp16", memory_gib=0.01))
 
 
 def test_memory_picks_the_plan(here, vae, caplog):
