@@ -210,14 +210,16 @@ class GenerateTab:
         job = values[self.job]
         state = self._find(job)
         if state is None:
-            return self.look(values) | self.filling(values) | ({self.job: ""} if job else {})
+            # The fields stay as they are by now, which is no longer as they were sent: somebody may be writing already.
+            picture = self.fields["image"]
+            return self.look(values) | {picture: values[picture]} | ({self.job: ""} if job else {})
         return self.look(values) | self.filling(values, state.request)
 
     def filling(self, values: Values, request: Request | None = None) -> dict[Any, Any]:
         """Every field of the form as a request says it, or as it stands.
 
-        Always every field: Gradio would make an output that a handler leaves out anew, and the field of the picture
-        would lose its guards (`engine.web.files`).
+        The picture's always, here and elsewhere: Gradio would make an output that a handler leaves out anew, and that
+        field would lose its guards (`engine.web.files`).
         """
         form = {name: values[field] for name, field in self.fields.items()}
         if request is not None:

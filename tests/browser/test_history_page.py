@@ -9,7 +9,6 @@ from engine.preset import load_preset
 from engine.settings import DecodeSettings
 from engine.sides import CompareRequest, RandomLatents
 from tests.browser.conftest import CHROMIUM
-from tests.browsing import write_prompt
 from tests.double import Double, Pace, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -51,7 +50,7 @@ def served(tmp_path):
 def fill(page, text):
     page.get_by_label("number input for Seconds").fill("1")
     page.get_by_label("number input for Seconds").blur()
-    write_prompt(page, text)
+    page.get_by_label("Prompt", exact=True).fill(text)
 
 
 def prompt(page):

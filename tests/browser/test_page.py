@@ -8,7 +8,6 @@ import pytest
 
 from engine.preset import load_preset
 from engine.video import probe
-from tests.browsing import write_prompt
 from tests.double import Double, Pace, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
@@ -56,7 +55,25 @@ def open_page(served, chromium):
 def fill(page, seconds=2, prompt=PROMPT):
     page.get_by_label("number input for Seconds").fill(str(seconds))
     page.get_by_label("number input for Seconds").blur()
-    write_prompt(page, prompt)
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+
+
+def test_what_is_written_before_the_page_has_found_its_job_stays(served, chromium):
+    held, page = [], chromium.new_page(viewport=WIDE)
+    page.route("**/gradio_api/run/**", lambda route: held.append(route) if held is not None else route.continue_())
+    page.goto(served.url)
+    field = page.get_by_label("Prompt", exact=True)
+    field.wait_for()
+    while not held:
+        page.wait_for_timeout(50)
+    field.fill("typed at once")
+    late, held = held, None
+    for route in late:
+        route.continue_()
+    page.locator("#plan strong").wait_for()
+    page.wait_for_timeout(500)
+    assert field.input_value() == "typed at once"
+    page.close()
 
 
 def generate(page):
