@@ -15,6 +15,7 @@ from engine.shapes import SPATIAL_FACTOR
 
 Write = Callable[[int, int], None]
 Message = tuple[int, Tensor]
+Neighbours = tuple[Tensor | None, Tensor | None]
 
 
 class Link(Protocol):
@@ -49,6 +50,11 @@ class Rows:
     def fill(self, target: Tensor, write: Write) -> None:
         """Make target [t, halo + h + halo, w, c] whole. write(a, b): puts rows a to b of our h into place."""
         write(0, target.shape[1])
+
+    def neighbours(self, x: Tensor) -> Callable[[], Neighbours]:
+        """Start to send the outermost of our rows x [t, h, w, c] to the devices beside us. The returned call waits for
+        theirs, above and below, each [t, 1, w, c], None beyond the picture."""
+        return lambda: (None, None)
 
     def gather(self, x: Tensor) -> Tensor:
         """All rows [t, H, w, c] of which x [t, h, w, c] has ours, at the latents' level."""
@@ -93,23 +99,24 @@ class Band(Rows):
             write(rows - 1, rows)
         else:
             write(0, rows)
-        arrive = self._exchange(target)
+        arrive = self.neighbours(target[:, 1:-1])
         if rows > 2:
             write(1, rows - 1)
-        arrive()
+        for place, row in zip((target[:, :1], target[:, -1:]), arrive(), strict=True):
+            place.zero_() if row is None else place.copy_(row)
 
-    def _exchange(self, target: Tensor) -> Callable[[], None]:
-        # Above: their last row becomes our row 0; below: their first becomes our last.
-        sides = [(self.above, 1, 0), (self.below, -2, -1)]
-        outgoing = [(rank, target[:, ours].contiguous()) for rank, ours, _ in sides if rank is not None]
-        incoming = [(rank, target.new_empty(target[:, 0].shape)) for rank, _, _ in sides if rank is not None]
+    def neighbours(self, x: Tensor) -> Callable[[], Neighbours]:
+        """As of `Rows`."""
+        sides = [(self.above, 0), (self.below, -1)]
+        outgoing = [(rank, x[:, ours].contiguous()) for rank, ours in sides if rank is not None]
+        incoming = [(rank, x.new_empty(x[:, 0].shape)) for rank, _ in sides if rank is not None]
         wait = self.link.swap(outgoing, incoming)
         came = dict(incoming)
 
-        def arrive() -> None:
+        def arrive() -> Neighbours:
             wait()
-            for rank, _, place in sides:
-                target[:, place] = 0 if rank is None else came[rank]
+            above, below = (None if rank is None else came[rank].unsqueeze(1) for rank, _ in sides)
+            return above, below
 
         return arrive
 

@@ -7,6 +7,7 @@ its height nor on where it begins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.vae_decode.convolve import Convolver
-from kernels.vae_decode.state import State, beside
+from kernels.vae_decode.state import State
 from kernels.vae_decode.table import Ways
 from kernels.vae_decode.winograd import PHASES, Way, four_phases, nine_planes, tiles, transform_weight
 
@@ -120,29 +121,32 @@ def bands(
     """
     t, h, w, c = x.shape
     history = state.history(name, x)
-    above, below = beside(state.rows, x)
+    neighbours = functools.cache(state.rows.neighbours(x))  # on their way while our own rows are written
     height = state.plan.band((t + 2) * w * c * x.element_size(), made, h)
     memory = x.new_empty((t + 2) * (height + 2) * w * c)
+
+    def write_halo(row: Tensor, neighbour: Tensor | None, past: Tensor) -> None:
+        if neighbour is None:
+            row.zero_()
+        else:
+            passes.write_frames(row, neighbour, gain, before, past)
+
     edge = None
     for a in range(0, h, height):
         b = min(a + height, h)
         buffer = memory[: (t + 2) * (b - a + 2) * w * c].view(t + 2, b - a + 2, w, c)
         if edge is not None:
             buffer[:, :2].copy_(edge)
-        elif above is None:
-            buffer[:, :1].zero_()
-        else:
-            passes.write_frames(buffer[:, :1], above, gain, before, history[:, :1])
         start, stop = (0 if edge is None else a + 1), min(b + 1, h)
         if stop > start:
             fresh = buffer[:, start - a + 1 : stop - a + 1]
             passes.write_frames(fresh, x[:, start:stop], gain, before, history[:, start + 1 : stop + 1])
-        if b < h:
-            edge = buffer[:, b - a : b - a + 2].clone()
-        elif below is None:
-            buffer[:, -1:].zero_()
+        if a == 0:
+            write_halo(buffer[:, :1], neighbours()[0], history[:, :1])
+        if b == h:
+            write_halo(buffer[:, -1:], neighbours()[1], history[:, -1:])
         else:
-            passes.write_frames(buffer[:, -1:], below, gain, before, history[:, -1:])
+            edge = buffer[:, b - a : b - a + 2].clone()
         yield slice(a, b), buffer
 
 
@@ -212,7 +216,7 @@ class Upsampler:
 
     def _enlarge(self, y: Tensor, source: Tensor, out: Tensor, state: State) -> None:
         """out[:, 2i+p, 2j+q] = phase (p, q) of the convolution + bias + shortcut, a few frames at a time."""
-        above, below = beside(state.rows, y)
+        above, below = state.rows.neighbours(y)()
         pads = (int(above is None), int(below is None))
         t, h, w, _ = source.shape
         step = state.plan.frames_of((h + 1) * (w + 1) * 4 * self.outputs * y.element_size(), t)

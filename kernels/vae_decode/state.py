@@ -1,23 +1,12 @@
-"""What one request remembers between passes, and whose rows are beside its own."""
+"""What one request remembers between passes."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.bands import Rows
 from kernels.vae_decode.plan import Plan
 from kernels.vae_decode.winograd import SIZE
-
-
-def beside(rows: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The neighbours' rows next to x [t, h, w, c]: above and below, each [t, 1, w, c], None beyond the picture."""
-    if not rows.halo:
-        return None, None
-    edges = x if x.shape[1] == 1 else torch.stack((x[:, 0], x[:, -1]), 1)
-    target = x.new_empty(x.shape[0], edges.shape[1] + 2, *x.shape[2:])
-    rows.fill(target, lambda a, b: target[:, 1 + a : 1 + b].copy_(edges[:, a:b]))
-    return (None if rows.above is None else target[:, :1]), (None if rows.below is None else target[:, -1:])
 
 
 class State:
