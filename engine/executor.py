@@ -36,6 +36,7 @@ from engine.request import Request
 from engine.schedule import build_scheduler
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.telemetry import Memory, memory_now
+from kernels import launch
 from kernels.choose import Choice
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class LocalExecutor:
             if self.folder is None:
                 self._load_folder(settings, report)
             wanted = self.plan(settings)
+            if usable(self.device):
+                launch.try_out(self.device)
             if wanted.precision == "fp8" != settings.precision:
                 log.warning("The transformer runs in fp8: %s.", wanted.reason)
             if wanted.stream and not usable(self.device):

@@ -35,6 +35,7 @@ from engine.shared import Shared
 from engine.telemetry import DeviceMemory, device_memory
 from engine.ulysses import SpreadModel, Team
 from engine.vae_stream import check_supported
+from kernels import launch
 from kernels.choose import Choice as KernelChoice
 
 ADVICE = "Choose a smaller size or fewer frames, or end other programs that use it."
@@ -96,6 +97,7 @@ class Rank:
 
     def hello(self) -> Facts:
         """What this device is and which decoders it has."""
+        launch.try_out(self.device)
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {threads()}"
         choices = {pair: _or_why(self._decoder, pair) for pair in decode_pairs()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
+
 OFF = ("", "0", "false", "off", "no", "n", "f")
+_faults: dict[torch.device, str | None] = {}  # of devices that were tried out
 
 
 def lack(device: torch.device) -> str | None:
@@ -26,7 +30,26 @@ def lack(device: torch.device) -> str | None:
         return "Triton is not installed (pip install triton)"
     if interpreted():
         return "TRITON_INTERPRET is set, which would send every kernel through an interpreter on the host"
-    return None
+    return _faults.get(device)
+
+
+def try_out(device: torch.device) -> None:
+    """Start a small kernel, once a process, and remember for `lack` if that fails: Triton compiles its launcher with
+    the C compiler and the headers of Python, which a machine that has PyTorch need not have."""
+    if device in _faults or lack(device):
+        return
+    from kernels import trial
+
+    try:
+        right = trial.run(device)
+    except torch.OutOfMemoryError:  # which says nothing about Triton
+        raise
+    except Exception as error:  # no C compiler, no Python.h, a driver too old: each fails in its own way
+        log.warning("no Triton kernel starts on %s", device, exc_info=True)
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        _faults[device] = f"no Triton kernel starts, which takes a C compiler and Python's headers ({fault})"
+        return
+    _faults[device] = None if right else "Triton's kernels give wrong values"
 
 
 @functools.cache

@@ -1,7 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import kernels
+from engine.decode_paths import explain
 from engine.errors import RequestError
+from engine.fused import choose_fused
+from engine.settings import DecodeSettings
 from kernels import checks, launch
 from kernels.choose import Choice, Path, choose
 
@@ -55,6 +61,37 @@ def test_kernels_are_for_cuda_tensors_alone_whatever_the_environment_says(monkey
     assert launch.lack(cuda) is None
     monkeypatch.setattr(launch, "installed", lambda: False)
     assert "not installed" in launch.lack(cuda)
+
+
+def test_a_machine_on_which_no_kernel_starts_says_so_after_a_trial(monkeypatch):
+    """PyTorch brings Triton, but not the C compiler and the headers that Triton's launcher is compiled with."""
+    cuda, trial = torch.device("cuda:0"), SimpleNamespace()
+
+    def fail(device):
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(launch, "installed", lambda: True)
+    monkeypatch.setattr(launch, "_faults", {})
+    monkeypatch.setattr(kernels, "trial", trial, raising=False)
+    trial.run = fail
+    assert launch.lack(cuda) is None
+    launch.try_out(cuda)
+    assert launch.lack(cuda).endswith("Python's headers (RuntimeError: Failed to find C compiler.)")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert explain(DecodeSettings(), cuda).path == "plain"
+    assert choose_fused("auto", cuda).path == "off"
+
+    monkeypatch.setattr(launch, "_faults", {})
+    trial.run = lambda device: device == cuda
+    launch.try_out(cuda)
+    assert launch.lack(cuda) is None
+
+
+def test_the_kernel_of_the_trial_runs(device):
+    from kernels import trial
+
+    assert trial.run(device)
 
 
 # ---- checks
