@@ -116,7 +116,7 @@ class LocalExecutor:
             for block in self.transformer.transformer_blocks:
                 block.attn.pack()
             self._scattered = False
-        self.paths = self.denoise_paths(settings)
+        self.paths = denoise_paths(settings, self.device, self.transformer if usable(self.device) else None)
         switch(self.transformer, self.paths)
         self._switches = self._wanted(settings)
 
@@ -156,9 +156,11 @@ class LocalExecutor:
         return self.placement.same_transformer(wanted := self.plan(settings)) and self.placement.text == wanted.text
 
     def denoise_paths(self, settings: DenoiseSettings) -> tuple[Choice, Choice]:
-        """Attention and fused kernels for these settings. Before the model is loaded nothing is tried out on the
-        device. Raises RequestError for what can't run here."""
-        loaded = self.placement is not None and self.placement.same_transformer(self.plan(settings))
+        """Attention and fused kernels for these settings. Before the model is loaded, and while it is, nothing is tried
+        out on the device: backends are tried by switches of the whole process, so two threads would disturb each
+        other. Raises RequestError for what can't run here."""
+        placement = self.placement if self._switches is not None else None
+        loaded = placement is not None and placement.same_transformer(self.plan(settings))
         return denoise_paths(settings, self.device, self.transformer if loaded and usable(self.device) else None)
 
     @property

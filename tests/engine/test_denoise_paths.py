@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from engine import executor
 from engine.__main__ import denoise_settings, parser
 from engine.engine import Engine
 from engine.errors import RequestError
@@ -54,6 +55,24 @@ def test_paths_and_reasons_are_told_before_and_after_loading(engine, tmp_path):
     paths = finished.stats["paths"]
     assert {name: path["path"] for name, path in paths.items()} == {"attention": "flash", "fused_kernels": "off"}
     assert all(path["reason"] for path in paths.values())
+
+
+def test_nobody_else_tries_anything_out_while_the_model_is_loaded(engine, monkeypatch):
+    """Trials switch backends of the whole process, and the page asks for paths from threads of its own."""
+    tried, asked = [], []
+
+    def spy(settings, device, model):
+        tried.append(model)
+        if model is not None and not asked:
+            asked.append(engine.paths())
+        return denoise_paths(settings, device, model)
+
+    denoise_paths = executor.denoise_paths
+    monkeypatch.setattr(executor, "denoise_paths", spy)
+    engine.load()
+    assert asked and [model for model in tried if model is not None] == [engine.executor.transformer]
+    engine.paths()
+    assert tried[-1] is engine.executor.transformer
 
 
 def test_another_attention_is_switched_to_without_loading_again(engine, tmp_path):
