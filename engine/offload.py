@@ -52,14 +52,16 @@ def _padded(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def _lock_pages(memory: Tensor) -> None:
-    """Page-lock plain memory until its tensor is gone, so that copies from it run beside other work.
+def _lock_pages(memory: Tensor, device: torch.device) -> None:
+    """Page-lock plain memory until its tensor is gone, so that copies from it to a device run beside other work.
 
     PyTorch's own page-locked tensors take powers of two: a block of PAN2, 177 KiB over one GiB, would take two.
     """
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     try:
-        torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+        # For the current device, which is the first one in every thread, and would be opened for it.
+        with torch.cuda.device(device):
+            torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
     except RuntimeError as error:
         raise ResourceError(
             f"The host would not page-lock {in_words(memory.nbytes)} for streamed blocks ({error}). Raise its limit on "
@@ -94,7 +96,7 @@ class BlockStream:
         tensors = streamed(block)
         home = torch.empty(nbytes(tensors), dtype=torch.uint8)
         if self._cuda:
-            _lock_pages(home)
+            _lock_pages(home, self.device)
         slot, start = self._slots[i % len(self._slots)], 0
         for _, tensor in tensors:
             end = start + tensor.nbytes

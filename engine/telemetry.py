@@ -40,11 +40,13 @@ class Memory:
 
 
 def memory_now() -> Memory:
-    """What this process and its accelerators hold at this moment. Never touches CUDA unless it is already in use."""
+    """What this process and its accelerators hold at this moment. Never touches CUDA unless it is in use already, and
+    no GPU on which this process holds nothing: to ask how much of it is free would take half a GiB of it."""
     machine = psutil.virtual_memory()
     devices = ()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices = tuple(device_memory(index) for index in range(torch.cuda.device_count()))
+        held = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
+        devices = tuple(device_memory(index) for index in held)
     return Memory(psutil.Process().memory_info().rss, machine.available, machine.total, devices)
 
 

@@ -64,3 +64,21 @@ def test_a_gpu_that_is_not_open_yet_has_no_statistics(monkeypatch):
     with Telemetry(torch.device("cuda:0")) as telemetry, telemetry.stage("build"):
         pass
     assert telemetry.stages[0].seconds is not None
+
+
+def test_gpus_that_the_process_does_not_use_are_not_opened(monkeypatch):
+    """To ask for the free memory of a GPU opens it, which takes half a GiB there."""
+    opened = []
+
+    def free(index):
+        opened.append(index)
+        return 3, 8
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda index: 2 if index == 1 else 0)
+    (only,) = memory_now().devices
+    assert opened == [1] and (only.name, only.reserved, only.used, only.total) == ("cuda:1", 2, 5, 8)
