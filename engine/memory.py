@@ -12,7 +12,8 @@ import torch
 from engine.errors import ExhaustedError, ResourceError
 
 CGROUP = Path("/sys/fs/cgroup")
-_REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+# The last one is how cuBLAS and cuDNN say it.
+_REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory", "ALLOC_FAILED")
 TOO_LARGE = {
     "cuda": "Close what else runs on the GPU, or use one with more memory.",
     "cpu": "Close other programs, or use a machine with more memory.",

@@ -661,7 +661,14 @@ def test_too_little_memory_is_said_before_anything_is_read(toy_checkpoint, monke
         checkpoint.load_transformer(toy_checkpoint, CPU, BF16)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_running_out_of_memory_on_the_way_is_said_with_numbers(toy_checkpoint, monkeypatch, error):
     def fail(*_):
         raise error
