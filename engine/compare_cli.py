@@ -19,6 +19,7 @@ from engine.errors import RequestError
 from engine.events import ComparisonFinished, Event
 from engine.memory import in_words
 from engine.preset import Preset, preset_from_environment, preset_names
+from engine.settings import DecodeSettings
 from engine.sides import RandomLatents, options, parse_side
 
 
@@ -54,7 +55,9 @@ def compare(arguments: argparse.Namespace, cancel: threading.Event, show: Callab
     # A wrong name is refused beside "list" too.
     sides = [parse_side(side) for side in (arguments.a, arguments.b) if side != "list"]
     if len(sides) < 2:
-        return {"decoders": {option.value: option.reason for option in options(engine.executor)}}
+        usual = engine.executor.explain_decode(DecodeSettings())
+        auto = {"auto": f"{usual.path}:{usual.precision}; {usual.reason}"}
+        return {"decoders": auto | {option.value: option.reason for option in options(engine.executor)}}
     a, b = sides
     with _folder(arguments.keep) as folder:
         for event in engine.compare(_source(arguments, engine.preset), a, b, folder, cancel, _excerpt(arguments)):

@@ -251,7 +251,7 @@ class Rehearsal:
         """Velocities of a sane size that depend on the text: else the blocks were not in the way of anything."""
         a, b = (self.model.velocity(noise.to(self.device), 0, branch).float() for branch in prepared)
         size, apart = float(a.std()), float((a - b).norm() / a.norm())
-        self.found |= {"velocity_deviation": size, "branches_apart": apart}
+        self.found |= {"velocity_rms": size, "branches_apart": apart}
         _require(0.05 < size < 20, f"velocities with a deviation of {size:.3g}")
         _require(apart > 1e-4, f"velocities that differ by {apart:.1e} between two texts")
 

@@ -155,8 +155,9 @@ def answer(state: JobState) -> Answer:
 
 
 def no_paths(value: Any) -> Any:
-    """The same JSON with "decoder" for every key "path": Gradio's clients take any object with a path for a file, and
-    ask the server for it."""
+    """The same JSON without any key "path": it is "decoder" beside a precision, else "choice". Gradio's clients take an
+    object with a path for a file, and ask the server for it."""
     if isinstance(value, dict):
-        return {"decoder" if key == "path" else key: no_paths(item) for key, item in value.items()}
+        path = "decoder" if "precision" in value else "choice"
+        return {path if key == "path" else key: no_paths(item) for key, item in value.items()}
     return [no_paths(item) for item in value] if isinstance(value, list) else value

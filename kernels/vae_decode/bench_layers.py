@@ -81,7 +81,10 @@ def ways(precision: str) -> tuple[Way, ...]:
 
 
 def run(device: torch.device, small: bool, out: Path | None) -> Iterator[str]:
-    """A line for each layer, then the table's rows for both paths; written to a folder too if there is one."""
+    """A line for each layer, then the table's rows for both paths.
+
+    out: a folder whose table gets them as well, beside those of other GPUs.
+    """
     here = convolvers(device)
     rows: dict[str, dict[str, dict[str, Way]]] = {}
     with torch.no_grad():
@@ -103,4 +106,6 @@ def run(device: torch.device, small: bool, out: Path | None) -> Iterator[str]:
     yield text
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "table.json").write_text(text + "\n", encoding="utf-8")
+        file = out / table.FILE.name
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps(known | {gpu_name(device): rows}, indent=1) + "\n", encoding="utf-8")

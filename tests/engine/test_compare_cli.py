@@ -39,7 +39,8 @@ def test_a_file_of_latents_as_a_table_with_everything_kept(preset, tmp_path, cap
 
 def test_list_names_what_this_machine_has(preset, capsys):
     assert main(["compare", "--preset", preset, "--a", "list"]) == 0
-    assert "reference:fp32" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "reference:fp32" in listed and listed.splitlines()[0].startswith("auto ")
 
 
 BAD = [

@@ -28,7 +28,7 @@ def test_everything_runs_and_the_last_line_is_json(capsys, more):
     assert {"build", "modulations", "denoise", "decode", "load shards"} <= set(found["stages"])
     assert all(stage["peak_bytes"]["host"] > 0 for stage in found["stages"].values())
     assert found["file"].endswith("KiB") and found["load_bytes_per_second"] > 0
-    assert 0.3 < found["velocity_deviation"] < 3 and found["branches_apart"] > 0.01
+    assert 0.3 < found["velocity_rms"] < 3 and found["branches_apart"] > 0.01
 
 
 def test_the_residual_stream_stays_sane_over_the_released_depth():

@@ -36,9 +36,11 @@ def test_a_run_ends_in_the_agreed_json(here, tmp_path, capsys):
 
 
 def test_layers_are_timed_and_become_rows_of_the_table(tmp_path, capsys, monkeypatch):
+    (tmp_path / "table.json").write_text('{"another GPU": {}}')
     assert bench.main(["--small", "--layers", "--out", str(tmp_path)]) == 0
     assert "time_width cudnn" in capsys.readouterr().out
     written = json.loads((tmp_path / "table.json").read_text())
+    assert written.keys() == {"another GPU", "cpu"}
     assert written["cpu"]["portable"]["fp16"].keys() == {"16>16@1", "16>8@2"}
     assert table.ways("cpu", "fp16", measured=written)(16, 16, 1) == written["cpu"]["portable"]["fp16"]["16>16@1"]
     assert table.ways("cpu", "bf16", measured=written)(16, 8, 2) == "direct"
