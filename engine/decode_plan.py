@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkStats:
-    """seconds: from the start of the pass until its frames were on the host; latents: latent frames of the pass; notes:
+    """seconds: from the start of the pass until its frames were handed out; latents: latent frames of the pass; notes:
     what people should know before they see it, such as that another precision took over."""
 
     seconds: float
@@ -147,6 +147,9 @@ def _checked(latents: Tensor, channels: int) -> Tensor:
             f"The decoder takes latents [1, {channels}, frames, height/16, width/16] of one video, not {shape}; "
             "decode the videos of a batch one after another."
         )
+    if not latents.is_floating_point() or latents.is_meta:
+        kind = f"{latents.dtype} on {latents.device}"
+        raise RequestError(f"The decoder takes latents in fp32, bf16 or fp16 with numbers in them, not {kind}.")
     if not bool(torch.isfinite(latents).all()):
         raise EngineError("Stage denoise: the latents hold NaN or infinity, so decoding was not begun.")
     return latents

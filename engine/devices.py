@@ -35,8 +35,8 @@ def parse_devices(text: str = "auto") -> tuple[torch.device, ...]:
         return (torch.device("cpu"),) * (1 if not count and text == "cpu" else _count(text, count))
     name, star, count = text.partition("*")
     if star and "," not in name:
-        return _gpus(name) * _count(text, count)
-    return _gpus(text)
+        return _gpus(name, text) * _count(text, count)
+    return _gpus(text, text)
 
 
 def _auto() -> tuple[torch.device, ...]:
@@ -52,11 +52,12 @@ def _count(text: str, count: str) -> int:
     return int(count)
 
 
-def _gpus(text: str) -> tuple[torch.device, ...]:
-    names = [name.strip().removeprefix("cuda:") for name in text.split(",")]
+def _gpus(listed: str, text: str) -> tuple[torch.device, ...]:
+    """listed: the GPUs that `text` names; messages quote the whole of it."""
+    names = [name.strip().removeprefix("cuda:") for name in listed.split(",")]
     names = ["0" if name == "cuda" else name for name in names]
     if any(name.split(":")[0] == "cpu" for name in names):
-        raise RequestError(f"devices = {shown(text)} mixes the CPU with other devices; {RULE}.")
+        raise RequestError(f"devices = {shown(text)} takes the CPU as one GPU among others; {RULE}.")
     if not all(name.isdecimal() for name in names):
         raise RequestError(f"devices = {shown(text)} is not known; {RULE}.")
     numbers = [int(name) for name in names]

@@ -17,6 +17,7 @@ from kernels.vae_decode.geometry import check_outputs, check_tiles
 NEAR, FAR = tl.constexpr(winograd.NEAR), tl.constexpr(winograd.FAR)
 NEAR_2, FAR_2 = tl.constexpr(winograd.NEAR**2), tl.constexpr(winograd.FAR**2)
 NEAR_3, FAR_3 = tl.constexpr(winograd.NEAR**3), tl.constexpr(winograd.FAR**3)
+LESS, FAR_LESS = tl.constexpr(1 / winograd.SHIFT), tl.constexpr(winograd.FAR / winograd.SHIFT)
 BOTH = tl.constexpr(winograd.NEAR**2 + winograd.FAR**2)
 CHANNELS = 128  # of a program, at most
 ELEMENTS = 256  # positions times channels of a program: two numbers a thread, a tile of them in registers
@@ -26,7 +27,7 @@ ELEMENTS = 256  # positions times channels of a program: two numbers a thread, a
 def _inputs(d0, d1, d2, d3, d4, d5):
     """Six inputs of F(4, 3) from six numbers."""
     near, near_odd = d4 - d2 * FAR_2, (d3 - d1 * FAR_2) * NEAR
-    far, far_odd = d4 - d2 * NEAR_2, (d3 - d1 * NEAR_2) * FAR
+    far, far_odd = (d4 - d2 * NEAR_2) * LESS, (d3 - d1 * NEAR_2) * FAR_LESS
     return d0 - d2 * BOTH + d4, near + near_odd, near - near_odd, far + far_odd, far - far_odd, d1 - d3 * BOTH + d5
 
 

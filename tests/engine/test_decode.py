@@ -261,3 +261,13 @@ def test_what_is_not_here_is_refused():
         explain(DecodeSettings(path="reference", precision="tf32"), "cpu")
     with pytest.raises(RequestError, match="Only the reference decodes in tf32"):
         explain(DecodeSettings(precision="tf32"), "cpu")
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1, 48, 1, 2, 2, dtype=torch.int32), torch.zeros(1, 48, 1, 2, 2, device="meta")]
+)
+def test_latents_of_another_kind_are_refused(wrong):
+    with pytest.raises(
+        RequestError, match=r"latents in fp32, bf16 or fp16 with numbers in them, not torch\.\w+ on \w+"
+    ):
+        decode(small_vae(), wrong)

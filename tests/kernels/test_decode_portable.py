@@ -47,7 +47,7 @@ def ours(*arguments, **named):
 
 
 @WAYS
-@pytest.mark.parametrize("latents, h, w", [(1, 3, 5), (2, 4, 3), (3, 3, 3), (5, 2, 5), (9, 3, 2)])
+@pytest.mark.parametrize("latents, h, w", [(1, 3, 5), (2, 4, 3), (3, 3, 3), (5, 2, 5), (9, 3, 2), (2, 2, 1)])
 def test_equals_diffusers(vae, way, latents, h, w):
     x = normal_latents(latents, h, w)
     expected = theirs(vae, x)
@@ -64,8 +64,8 @@ def expected(vae):
 @pytest.mark.parametrize("cuts", [[1, 4, 4], [1, 8], [9], [5, 4]], ids=str)
 @pytest.mark.parametrize("plan", [*PLANS[::3], Plan((4, 8, 8, 4), 100_000), CUT], ids=str)
 def test_every_plan_of_passes_and_bands(vae, expected, cuts, plan):
-    decoder = PortableDecoder(vae, torch.float32, always("time"))
-    assert (ours(decoder, vae, normal_latents(9), cuts, plan) - expected).abs().max() < TOLERANCE
+    mixed = PortableDecoder(vae, torch.float32, lambda i, o, level: "time_width" if level % 2 else "time")
+    assert (ours(mixed, vae, normal_latents(9), cuts, plan) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_every_plan_of_passes_and_bands(vae, expected, cuts, plan):
 )
 def test_widths_and_shortcuts_are_free(base, blocks, changes):
     vae, x = small_vae(base, blocks, **changes), normal_latents(3)
-    for way in ("direct", "time"):
+    for way in ("direct", "time", "time_width"):
         assert (
             ours(PortableDecoder(vae, torch.float32, always(way)), vae, x, [3]) - theirs(vae, x)
         ).abs().max() < TOLERANCE
@@ -91,7 +91,7 @@ def test_frames_do_not_depend_on_the_plan(vae, way, dtype):
         assert torch.equal(torch.cat(pieces(decoder, vae, x, cuts, plan)), whole), (cuts, plan)
 
 
-@pytest.mark.parametrize("way", ["direct", "time"])
+@WAYS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_devices_that_share_the_rows_give_the_same_bits(vae, way, ranks):
     """Also a device with one row, and bands inside a device's share."""
@@ -168,7 +168,7 @@ def full_width():
     return vae.requires_grad_(False)
 
 
-@pytest.mark.parametrize("way", ["direct", "time"])
+@WAYS
 def test_the_peak_is_known_before_it_happens(way):
     """At 704 x 1248 in 16 bit, counted on tensors without memory: the prediction holds and is not far above."""
     decoder = PortableDecoder(full_width(), torch.float16, always(way), Dry(), SimpleNamespace())
