@@ -1,8 +1,9 @@
 """python -m kernels.vae_decode.bench: this decoder and diffusers' own, in one run: seconds, memory, distance from fp32.
 
-Prints a table and, last, one JSON line for each length of video. Peers decode the whole video in one call; theirs ends
-when the frames are on the device, ours when the last uint8 frame is on the host. Quality is that of the first --truth
-frames (a decoder that only looks back gives the same ones in a longer video), on float frames, against strict fp32.
+Prints a table for each length of video and a JSON line behind it, at once, so that a run that is cut short keeps what
+it has. Peers decode the whole video in one call; theirs ends when the frames are on the device, ours when the last uint8
+frame is on the host. Quality is that of the first --truth frames (a decoder that only looks back gives the same ones in
+a longer video), on float frames, against strict fp32.
 A peak holds a decoder's own weights; the fp32 module that ours are prepared from is subtracted.
 """
 
@@ -123,11 +124,11 @@ def run(given: argparse.Namespace) -> Iterator[str]:
             yield f"{name:22s} {row}" if isinstance(row, str) else show(row)
             rows += [] if isinstance(row, str) else [row]
         lines.append(summary(given, device, frames, rate, rows))
+        yield lines[-1]
+        if given.out:
+            given.out.mkdir(parents=True, exist_ok=True)
+            (given.out / "vae_decode.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     yield from extras(vae, latents, device, given)
-    yield from lines
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "vae_decode.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def names(only: str | None) -> list[str]:

@@ -23,7 +23,7 @@ def test_a_run_ends_in_the_agreed_json(here, tmp_path, capsys):
     only = "diffusers-fp32,diffusers-bf16-cl,ours-plain-bf16,ours-portable-fp16"
     assert bench.main(["--small", "--only", only, "--stages", "--profile", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    line = json.loads(printed.strip().splitlines()[-1])
+    (line,) = [json.loads(line) for line in printed.splitlines() if line.startswith('{"bench"')]
     facts = {"bench", "gpu", "torch", "date", "commit", "frames", "height", "width", "matmul_tflops", "direct_limit_s"}
     assert facts <= set(line) and line["bench"] == "vae_decode" and line["frames"] == 9
     rows = {row["name"]: row for row in line["rows"]}
