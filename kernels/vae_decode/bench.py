@@ -1,9 +1,9 @@
 """python -m kernels.vae_decode.bench: this decoder and diffusers' own, in one run: seconds, memory, distance from fp32.
 
 Prints a table for each length of video and a JSON line behind it, at once, so that a run that is cut short keeps what
-it has. Peers decode the whole video in one call; theirs ends when the frames are on the device, ours when the last uint8
-frame is on the host. Quality is that of the first --truth frames (a decoder that only looks back gives the same ones in
-a longer video), on float frames, against strict fp32.
+it has. Peers decode the whole video in one call; theirs ends when the frames are on the device, ours when the last
+uint8 frame is on the host. Quality is that of the first --truth frames (a decoder that only looks back gives the same
+ones in a longer video), on float frames, against strict fp32.
 A peak holds a decoder's own weights; the fp32 module that ours are prepared from is subtracted.
 """
 

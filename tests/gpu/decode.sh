@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 out=${OUT:-results}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m kernels.build
+"$python" -m kernels.build || echo "without compiled kernels"
 if [ "${1:-tests}" = tests ]; then
     "$python" -m pytest -q tests/gpu/test_decode_kernels_cuda.py tests/gpu/test_decode_cuda.py 2>&1 | tee "$out/tests.txt"
 fi
