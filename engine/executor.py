@@ -74,6 +74,7 @@ class LocalExecutor:
         self.placement: Placement | None = None
         self._texts: OrderedDict[str, TextEmbedding] = OrderedDict()
         self._switches: tuple[str, str, bool] | None = None
+        self._known: tuple[MMDiTConfig, int] | None = None
         self._scattered = False
         self.paths: tuple[Choice, ...] = ()
         self._lock = threading.Lock()
@@ -100,14 +101,17 @@ class LocalExecutor:
                 self.text.model.to(self._text_device(wanted))
             if self.placement is None or not self.placement.same_transformer(wanted):
                 self.transformer = self.placement = None
-                self.transformer = files.load_transformer(
-                    self.folder, self.device, DTYPES[wanted.precision], report, wanted.precision == "fp8", wanted.stream
-                )
+                how = DTYPES[wanted.precision], report, wanted.precision == "fp8", wanted.stream
+                self._take(files.load_transformer(self.folder, self.device, *how))
                 self._scattered = not usable(self.device)
             self.placement = wanted
             self._switch(settings)
             if usable(self.device):
                 compile_kernels(self.device, lambda words: report(words, 0, 0))
+
+    def _take(self, transformer: PAN2Transformer3DModel) -> None:
+        self.transformer = transformer
+        self._known = transformer.config, transformer.dtype.itemsize
 
     def _switch(self, settings: DenoiseSettings) -> None:
         self._switches = None
@@ -170,13 +174,13 @@ class LocalExecutor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one of the transformer's weights, once it is loaded."""
-        return self.transformer.dtype.itemsize
+        """Bytes of one of the transformer's weights, once it is loaded; while others take their place, as before."""
+        return self._known[1]
 
     @property
     def transformer_config(self) -> MMDiTConfig:
-        """The transformer's configuration, once it is loaded."""
-        return self.transformer.config
+        """The transformer's configuration, once it is loaded, and while it is loaded in another form."""
+        return self._known[0]
 
     @property
     def vae_config(self) -> Any:

@@ -65,7 +65,7 @@ class RandomLocal(LocalExecutor):
         """Draws the weights."""
         self.vae = random_vae(self.scene.vae, self.device)
         config = dataclasses.replace(self.scene.config, num_layers=min(BLOCKS, self.scene.config.num_layers))
-        self.transformer = random_transformer(config, self.device, DTYPES[choose_precision(settings, self.device)])
+        self._take(random_transformer(config, self.device, DTYPES[choose_precision(settings, self.device)]))
         self.paths = denoise_paths(settings, self.device, self.transformer)
         switch(self.transformer, self.paths)
 

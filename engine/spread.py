@@ -115,6 +115,7 @@ class GroupExecutor:
                 precision, stream = form
                 how = (folder, DTYPES[precision], precision == "fp8", stream)
                 self._call("load", "load_transformer", *how, report=report, silence=START)
+                self.itemsize = how[1].itemsize
             self.paths = self._call("load", "switch", settings, silence=START)[0]
             self._switches = (settings.attention, settings.fused_kernels)
             self._call("load", "compile_kernels", report=report, silence=PREPARE)
@@ -163,11 +164,6 @@ class GroupExecutor:
     def precision(self) -> str | None:
         """As of `LocalExecutor`."""
         return self._loaded and self._loaded[0]
-
-    @property
-    def itemsize(self) -> int:
-        """As of `LocalExecutor`."""
-        return DTYPES[self._loaded[0]].itemsize
 
     # The stages.
 

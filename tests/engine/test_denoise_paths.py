@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from engine import executor
+from engine import checkpoint, executor
 from engine.__main__ import denoise_settings, parser
 from engine.engine import Engine
 from engine.errors import RequestError
@@ -73,6 +73,21 @@ def test_nobody_else_tries_anything_out_while_the_model_is_loaded(engine, monkey
     assert asked and [model for model in tried if model is not None] == [engine.executor.transformer]
     engine.paths()
     assert tried[-1] is engine.executor.transformer
+
+
+def test_the_page_is_told_what_a_video_takes_while_weights_are_loaded_in_another_form(engine, monkeypatch):
+    engine.load()
+    request, told = engine.preset.request(), []
+
+    def load(*given):
+        told.append(engine.estimate(request))
+        assert engine.executor.transformer is None
+        return load_transformer(*given)
+
+    load_transformer, before = checkpoint.load_transformer, engine.estimate(request)
+    monkeypatch.setattr(checkpoint, "load_transformer", load)
+    engine.load(DenoiseSettings(precision="bf16"))
+    assert told == [before] and engine.estimate(request).total == before.total
 
 
 def test_another_attention_is_switched_to_without_loading_again(engine, tmp_path):
