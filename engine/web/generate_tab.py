@@ -98,11 +98,12 @@ class GenerateTab:
             self._advanced(start)
         # Above the buttons, where a refusal is seen by who has just clicked.
         # Where the settings came from, until they are sent.
-        self.note = gr.HTML(elem_id="note", **PLAIN)
-        self.plan = gr.HTML(elem_id="plan", **PLAIN)
-        with gr.Row(elem_id="go"):
-            self.generate = gr.Button("Generate", variant="primary", scale=3)
-            self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
+        with gr.Column(elem_id="send", min_width=0):
+            self.note = gr.HTML(elem_id="note", **PLAIN)
+            self.plan = gr.HTML(elem_id="plan", **PLAIN)
+            with gr.Row(elem_id="go"):
+                self.generate = gr.Button("Generate", variant="primary", scale=3)
+                self.stop = gr.Button("Stop", variant="secondary", interactive=False, min_width=96)
 
     def _advanced(self, start: Form) -> None:
         fields, limits = self.fields, self.preset.limits

@@ -76,6 +76,13 @@ def test_what_is_written_before_the_page_has_found_its_job_stays(served, chromiu
     page.close()
 
 
+@pytest.mark.parametrize("viewport", [{"width": 1440, "height": 700}, PHONE], ids=["laptop", "phone"])
+def test_the_button_is_in_sight_without_scrolling(open_page, viewport):
+    page = open_page(viewport=viewport)
+    box = page.get_by_role("button", name="Generate").bounding_box()
+    assert box["y"] + box["height"] <= viewport["height"]
+
+
 def generate(page):
     """Press Generate; returns the job's id once the address names it."""
     before = page.url
