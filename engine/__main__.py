@@ -50,6 +50,8 @@ from engine.settings import (
 
 STOPPED = 130
 
+KEPT = ("latents.safetensors", "video.mp4", "request.json")  # what a second video would take the place of
+
 
 def parser() -> argparse.ArgumentParser:
     """The arguments; what is left out comes from the preset."""
@@ -161,6 +163,8 @@ def check_out(out: Path, keep: Path | None) -> None:
         raise RequestError(f"--out {out} must end in .mp4.")
     if keep:
         require_folder("--keep", keep)
+        if there := [name for name in KEPT if (keep / name).exists()]:
+            raise RequestError(f"--keep {keep} holds {there[0]} of another video already. Choose a folder without one.")
     name, place = f"--out {out}", out.absolute().parent
     try:
         if out.is_dir() or not place.is_dir():

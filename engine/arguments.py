@@ -22,6 +22,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    """A number above 0, as a type of argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return number
+
+
 def exit_code(error: EngineError) -> int:
     """Of a program that ends with this error, after its one line on standard error."""
     print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -29,10 +29,10 @@ from engine.condition import make_condition
 from engine.decode import decode
 from engine.denoise import denoise
 from engine.devices import choose_device
-from engine.errors import EngineError, MediaError, RequestError
+from engine.errors import EngineError, MediaError, RequestError, ResourceError
 from engine.executor import DTYPES, choose_precision
 from engine.fused import choose_fused
-from engine.memory import in_words
+from engine.memory import free_memory, in_words
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.noise import draw_noise
 from engine.offload import SLOTS, BlockStream
@@ -70,10 +70,16 @@ class Scene:
     def changed(self, **values: int | None) -> Scene:
         """With other values; None leaves what is there. Raises RequestError for a size that can't be."""
         scene = dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
-        if scene.frames < 1 or scene.frames % 4 != 1 or scene.height % 32 or scene.width % 32 or scene.steps < 1:
+        sides = (scene.height, scene.width)
+        if (
+            scene.frames < 1
+            or scene.frames % 4 != 1
+            or any(side < 32 or side % 32 for side in sides)
+            or scene.steps < 1
+        ):
             raise RequestError(
                 f"{scene.frames} frames of {scene.width} x {scene.height}, {scene.steps} steps: frames must be 4n + 1, "
-                "height and width multiples of 32, steps at least 1."
+                "height and width multiples of 32 from 32 on, steps at least 1."
             )
         if not 0 <= scene.shards <= scene.config.num_layers:
             raise RequestError(f"shards = {scene.shards} must lie between 0 and {scene.config.num_layers}.")
@@ -335,6 +341,12 @@ def rehearse(
     where = choose_device(device)
     if settings.precision == "fp8" and where.type == "cuda" and (lack := fp8.lack(where)):
         raise RequestError(f"precision = 'fp8': {lack}. Choose auto or bf16.")
+    free, streamed = free_memory(where), where.type == "cuda" and settings.offload == "blocks"
+    if scene.config == FULL.config and not streamed and free is not None and free < RESIDENT_BYTES:
+        raise ResourceError(
+            f"The full-size model takes {in_words(RESIDENT_BYTES)} on {where}, and {in_words(free)} are free there. "
+            "Rehearse on a larger GPU, with --offload blocks, or a toy with --small."
+        )
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         run = Rehearsal(scene, where, settings, Path(inside))

@@ -27,11 +27,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from engine.arguments import exit_code, positive, require_folder
+from engine.arguments import amount, exit_code, positive, require_folder
 from engine.compare import levels_apart
 from engine.condition import make_condition
 from engine.devices import RULE, devices_from_environment, parse_devices
-from engine.errors import EngineError, GroupError
+from engine.errors import EngineError, GroupError, RequestError
 from engine.executor import LocalExecutor
 from engine.noise import draw_noise
 from engine.preset import Preset, preset_from_environment
@@ -59,8 +59,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--random", action="store_true", help="random weights, of the released sizes unless --small")
     parser.add_argument("--small", action="store_true", help=f"a small size: {SMALL}")
-    parser.add_argument("--link", type=float, default=200.0, metavar="GB/S", help="of the prediction (default: 200)")
-    parser.add_argument("--delay", type=float, default=20.0, metavar="US", help="of an exchange there (default: 20)")
+    parser.add_argument("--link", type=amount, default=200.0, metavar="GB/S", help="of the prediction (default: 200)")
+    parser.add_argument("--delay", type=amount, default=20.0, metavar="US", help="of an exchange there (default: 20)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as well")
     return parser
 
@@ -206,12 +206,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given.out:
             require_folder("The folder of --out", given.out.absolute().parent)
+            if given.out.is_dir():
+                raise RequestError(f"--out {given.out} is a folder. Name a file.")
         figures = dict(run(given))
     except EngineError as error:
         return exit_code(error)
+    print(json.dumps(figures))
     if given.out:
         given.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(figures))
     allowed = 0 if figures["devices"][0] == "cpu" else 1
     return 0 if all(found["levels_apart"] <= allowed for found in figures.get("decode", {}).values()) else 1
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.arguments import positive
+from engine.arguments import amount, positive, require_folder
 from engine.compare import FLOAT_RANGE, psnr, ssim
 from engine.decode import decode, explain, float_frames
 from engine.decode_paths import forget
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--truth", type=positive, default=17, help="frames compared with strict fp32 (default: 17)")
     found.add_argument("--repeat", type=positive, default=3, help="timed runs of each decoder (default: 3)")
     found.add_argument("--only", help="names of rows, with commas")
-    found.add_argument("--memory-gib", type=float, help="the most that our decoders may take")
+    found.add_argument("--memory-gib", type=amount, help="the most that our decoders may take")
     found.add_argument("--stages", action="store_true", help="time each part of our decoder")
     found.add_argument("--profile", action="store_true", help="list the kernels that take longest")
     found.add_argument("--layers", action="store_true", help="time each way of each layer, and print the table's rows")
@@ -81,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.small:
         given.height, given.width, given.frames, given.truth, given.repeat = 32, 48, "9", 5, 1
     try:
+        if given.out:
+            require_folder("--out", given.out)
         with torch.no_grad():
             for line in run(given):
                 print(line, flush=True)
@@ -126,7 +128,6 @@ def run(given: argparse.Namespace) -> Iterator[str]:
         lines.append(summary(given, device, frames, rate, rows))
         yield lines[-1]
         if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
             (given.out / "vae_decode.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     yield from extras(vae, latents, device, given)
 
@@ -236,8 +237,8 @@ def deliver(vae: nn.Module, latents: Tensor, settings: DecodeSettings) -> Callab
 
 def quality(frames: Tensor, truth: Tensor) -> tuple[float, float]:
     """PSNR of all frames together and the mean SSIM, over [-1, 1]. Frames that are not finite are infinitely far."""
-    frames = frames[: len(truth)]
-    mse = float((frames.double() - truth[: len(frames)].double()).square().mean())
+    frames, truth = frames[: len(truth)], truth[: len(frames)]
+    mse = float((frames.double() - truth.double()).square().mean())
     if not math.isfinite(mse):
         return -math.inf, 0.0
     with ThreadPoolExecutor(8) as pool:

@@ -105,7 +105,9 @@ def run(device: torch.device, small: bool, out: Path | None) -> Iterator[str]:
     text = json.dumps({gpu_name(device): rows}, indent=1)
     yield text
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         file = out / table.FILE.name
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        file.write_text(json.dumps(known | {gpu_name(device): rows}, indent=1) + "\n", encoding="utf-8")
+        for path, kinds in rows.items():
+            for precision, measured in kinds.items():
+                known.setdefault(gpu_name(device), {}).setdefault(path, {}).setdefault(precision, {}).update(measured)
+        file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

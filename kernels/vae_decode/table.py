@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from engine.errors import ResourceError
 from kernels.vae_decode.winograd import PHASES, Way
 
 FILE = Path(__file__).with_name("table.json")
@@ -57,7 +58,10 @@ def table() -> dict[str, Any]:
     """The file: {gpu: {path: {precision: {layer: way}}}}. ValueError for a way that does not exist."""
     if not FILE.exists():
         return {}
-    found = json.loads(FILE.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(FILE.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ResourceError(f"{FILE} is no JSON ({error}). Restore it from the repository.") from error
     ways = [
         way for paths in found.values() for kinds in paths.values() for rows in kinds.values() for way in rows.values()
     ]

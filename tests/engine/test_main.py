@@ -60,6 +60,12 @@ def test_keep_keeps_the_latents(preset, tmp_path):
     assert (keep / "latents.safetensors").exists() and (keep / "stats.json").exists()
 
 
+def test_a_kept_video_is_not_written_over(preset, tmp_path, capsys):
+    (tmp_path / "latents.safetensors").write_bytes(b"work of hours")
+    assert main(["x", "--preset", preset, "--out", str(tmp_path / "o.mp4"), "--keep", str(tmp_path)]) == 2
+    assert "holds latents.safetensors of another video already" in capsys.readouterr().err
+
+
 BAD = [
     (["--height", "100"], "height = 100"),
     (["--frames", "6"], "nearest"),

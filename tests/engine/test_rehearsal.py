@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from engine import rehearsal, rehearse
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, RequestError, ResourceError
 from engine.fp8 import Fp8Linear
 from engine.rehearsal import FULL, SMALL, random_transformer
+from engine.settings import DenoiseSettings
 
 CPU = torch.device("cpu")
 
@@ -101,3 +102,15 @@ def test_bad_sizes_and_missing_packages_are_said(monkeypatch, capsys):
     monkeypatch.setitem(rehearse.NEEDED, "no_such_module", "no-such-package")
     assert rehearse.main(["--small"]) == 1
     assert "needs no-such-package" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(rehearsal, "free_memory", lambda device: 2**30)
+    with pytest.raises(ResourceError, match=r"takes 46\.1 GiB on cpu, and 1\.0 GiB are free there.*--small"):
+        rehearsal.rehearse(rehearsal.FULL, "cpu", DenoiseSettings())
+
+
+@pytest.mark.parametrize("size", [{"height": 0}, {"width": -32}, {"height": 33}])
+def test_sizes_that_no_model_takes_are_refused(size):
+    with pytest.raises(RequestError, match="multiples of 32 from 32 on"):
+        rehearsal.FULL.changed(**size)

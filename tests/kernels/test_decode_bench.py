@@ -36,11 +36,11 @@ def test_a_run_ends_in_the_agreed_json(here, tmp_path, capsys):
 
 
 def test_layers_are_timed_and_become_rows_of_the_table(tmp_path, capsys, monkeypatch):
-    (tmp_path / "table.json").write_text('{"another GPU": {}}')
+    (tmp_path / "table.json").write_text('{"another GPU": {}, "cpu": {"built": {"fp16": {"a": "direct"}}}}')
     assert bench.main(["--small", "--layers", "--out", str(tmp_path)]) == 0
     assert "time_width cudnn" in capsys.readouterr().out
     written = json.loads((tmp_path / "table.json").read_text())
-    assert written.keys() == {"another GPU", "cpu"}
+    assert written.keys() == {"another GPU", "cpu"} and written["cpu"]["built"] == {"fp16": {"a": "direct"}}
     assert written["cpu"]["portable"]["fp16"].keys() == {"16>16@1", "16>8@2"}
     assert table.ways("cpu", "fp16", measured=written)(16, 16, 1) == written["cpu"]["portable"]["fp16"]["16>16@1"]
     assert table.ways("cpu", "bf16", measured=written)(16, 8, 2) == "direct"
@@ -83,3 +83,14 @@ def test_the_recipe_is_as_published():
     assert abs(gains.mean() - 1) < 0.05 and 0.15 < gains.std() < 0.25
     plan = bench.bench_stages.Plan(latents, bench.explain(bench.DecodeSettings(), "cpu"))
     assert sum(1 for _ in DecodeRun(vae, plan).pieces(plan.passes[0])) >= 1
+
+
+def test_a_video_shorter_than_the_truth_is_compared_as_far_as_it_goes():
+    truth = torch.rand(5, 3, 16, 16)
+    assert bench.quality(truth[:1] + 1e-3, truth)[0] == pytest.approx(66.0, abs=0.1)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert bench.main(["--small", "--out", str(tmp_path / "file")]) == 2
+    assert "--out" in capsys.readouterr().err
