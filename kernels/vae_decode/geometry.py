@@ -30,11 +30,11 @@ def check_kinds(dtype: torch.dtype, device: torch.device, **tensors: Tensor | No
     check_inner_stride(**tensors)
 
 
-def check_bias(bias: Tensor | None, channels: int, device: torch.device) -> None:
+def check_bias(bias: Tensor | None, channels: int, device: torch.device, name: str = "bias") -> None:
     """fp32, one number a channel."""
     if bias is not None:
         fits = bias.dtype == torch.float32 and tuple(bias.shape) == (channels,) and bias.is_contiguous()
-        message = f"the bias must be packed float32 [{channels}] on {device}"
+        message = f"the {name} must be packed float32 [{channels}] on {device}"
         require(fits and bias.device == device, f"{message}, not {bias.dtype} {shape_of(bias)} on {bias.device}")
 
 
@@ -42,6 +42,17 @@ def _packed_frames(name: str, tensor: Tensor | None) -> None:
     if tensor is not None:
         whole = tensor[0].is_contiguous() if len(tensor) else True
         require(whole, f"each frame of {name} must be one block of memory; its strides are {list(tensor.stride())}")
+        _apart("frames", name, tensor)
+
+
+def _apart(what: str, name: str, tensor: Tensor) -> None:
+    apart = len(tensor) < 2 or tensor.stride(0) >= tensor[0].numel()
+    require(apart, f"the {what} of {name} lie on one another; its strides are {list(tensor.stride())}")
+
+
+def _four(name: str, tensor: Tensor) -> None:
+    whole = tensor.ndim == 4 and tensor.shape[-1] > 0
+    require(whole, f"{name} must be [frames, rows, columns, channels], not {shape_of(tensor)}")
 
 
 def _pads(pad: tuple[int, int], name: str) -> None:
@@ -99,13 +110,14 @@ def check_phases(
 
 
 def _gain(gain: Tensor | None, bias: Tensor | None, channels: int, device: torch.device) -> None:
-    for vector in (gain, bias):
-        check_bias(vector, channels, device)
+    check_bias(gain, channels, device, "gain")
+    check_bias(bias, channels, device)
 
 
 def check_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
     """ValueError unless these fit together as `write_frames` says."""
     check_kinds(x.dtype, x.device, x=x, out=out, history=history)
+    _four("x", x)
     t, h, w, c = x.shape
     check_shape("history", history, (2, h, w, c))
     check_shape("out", out, (t + 2, h, w, c))
@@ -117,12 +129,14 @@ def check_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | Non
 def check_tiles(out: Tensor, frames: Tensor) -> None:
     """ValueError unless these fit together as `write_tiles` says."""
     check_kinds(frames.dtype, frames.device, frames=frames, out=out)
+    _four("frames", frames)
     t, h, w, c = frames.shape
     require(t > 2, f"frames {shape_of(frames)} have none behind their history of two")
     n = tiles(t - 2)
     check_shape("out", out, (6, n, h, w, c), (36, n, h, tiles(w), c))
     _packed_frames("frames", frames)
     _packed_frames("out", out[0])
+    _apart("phases", "out", out)
 
 
 def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -139,6 +153,7 @@ def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | No
 def check_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """ValueError unless these fit together as `write_outputs` says."""
     check_kinds(products.dtype, products.device, products=products, out=out, residual=residual)
+    _four("out", out)
     t, h, w, o = out.shape
     n = tiles(t)
     check_shape("products", products, (6, n, h, w, o), (36, n, h, tiles(w), o))

@@ -234,7 +234,7 @@ def test_a_device_that_is_absent_is_refused(toy_preset):
         ("cuda:99", "GPU|devices"),
         ("tpu", "not known"),
         ("mps", "not known"),
-        ("cpu,0", "mixes"),
+        ("cpu,0", "takes the CPU as one GPU"),
         ("cpu:0", "1 to 8"),
     ):
         with pytest.raises(RequestError, match=words):
