@@ -14,6 +14,7 @@ from torch import nn
 from engine.bands import Rows
 from engine.decode_plan import Choice, Plan
 from engine.errors import EngineError, ExhaustedError, RequestError
+from engine.memory import free_memory
 from engine.settings import DecodeSettings
 from kernels.choose import AUTO, Path, choose
 from kernels.launch import lack as triton_lack
@@ -193,7 +194,7 @@ def fit(
 
     peaks = [decoder.peak(cut, height, width) for cut in cuts(parts)[smaller:]]
     limit = None if memory_gib is None else int(memory_gib * GIB)
-    free = None if decoder.device.type != "cuda" else _free(decoder.device, sharing) + decoder.weight_bytes
+    free = None if decoder.device.type != "cuda" else free_memory(decoder.device, sharing) + decoder.weight_bytes
     advice = "choose precision bf16, whose weights are smaller, " if decoder.dtype == torch.float16 else ""
     return smaller + choose(peaks, limit, free, advice)
 
@@ -219,9 +220,3 @@ def instead(
     note = f"{plan.choice.precision} overflowed at frame {failure.start}; decoding goes on in {wider}."
     choice = plan.choice._replace(precision=wider, reason=f"{plan.choice.reason}; {note}")
     return plan.noted(note, choice), 0
-
-
-def _free(device: torch.device, sharing: int) -> int:
-    """Bytes that PyTorch can still take on a GPU, with those that it holds unused; of several processes there, each."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] // sharing + unused

@@ -27,6 +27,7 @@ from engine.denoise import Step, denoise
 from engine.errors import RequestError, ResourceError
 from engine.fused import choose_fused
 from engine.latents import folder_hash
+from engine.memory import in_use
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.offload import visit
 from engine.placement import Machine, Placement, place
@@ -56,7 +57,7 @@ def choose_precision(settings: DenoiseSettings, device: torch.device) -> str:
 def usable(device: torch.device) -> bool:
     """Whether something can be computed on a device by now. Where a GPU is lent for single calls (engine/web/zero.py),
     weights are put on it before that, and CUDA begins within the call."""
-    return device.type != "cuda" or torch.cuda.is_initialized()
+    return device.type != "cuda" or in_use(device)
 
 
 class LocalExecutor:

@@ -28,15 +28,21 @@ def in_words(amount: float) -> str:
     return f"{amount / 2**10:.0f} KiB" if amount >= 2**10 else f"{int(amount)} bytes"
 
 
-def free_memory(device: torch.device) -> int | None:
+def in_use(device: torch.device) -> bool:
+    """Whether a device is a GPU that this process has opened. One that it has not opened has no statistics to begin
+    again (PyTorch refuses to), and nothing to wait for."""
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
+def free_memory(device: torch.device, sharing: int = 1) -> int | None:
     """Bytes that could still be allocated on a device; None for kinds of device that can't tell.
 
-    CUDA: free on the device, plus what PyTorch's allocator holds without using it. CPU: available to this process
-    without swapping, within the limit of its container.
+    CUDA: free on the device, of which each of `sharing` processes gets its part, plus what PyTorch's allocator holds
+    without using it. CPU: available to this process without swapping, within the limit of its container.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free // sharing + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
         limits = (psutil.virtual_memory().available, container_memory())
         return min(limit for limit in limits if limit is not None)

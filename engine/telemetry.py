@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 import psutil
 import torch
 
+from engine.memory import in_use
+
 SAMPLE_SECONDS = 0.2
 # Of what is kept to be drawn: two a second, and at most so many; then every other one goes and the rest lie wider.
 KEPT_SECONDS, MOST_KEPT = 0.5, 480
@@ -61,12 +63,6 @@ def device_memory(index: int) -> DeviceMemory:
         used=total - free,
         total=total,
     )
-
-
-def in_use(device: torch.device) -> bool:
-    """Whether a device is a GPU that this process has opened. One that it has not opened has no statistics to begin
-    again (PyTorch refuses to), and nothing to wait for."""
-    return device.type == "cuda" and torch.cuda.is_initialized()
 
 
 def synchronize(device: torch.device) -> None:

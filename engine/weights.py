@@ -20,6 +20,7 @@ from torch import nn
 
 from engine.errors import CheckpointError
 from engine.fp8 import Fp8Linear
+from engine.memory import in_use
 
 Progress = Callable[[str, int, int], None]
 """Called with what is going on, bytes done and bytes in all. May raise `Cancelled`, which ends the work."""
@@ -273,7 +274,7 @@ def place(file: BinaryIO, entry: Entry, where: Placement) -> torch.Tensor:
         _read(file, raw)
     else:
         # Where CUDA has not begun yet it has no pinned memory either: a GPU that is lent for single calls.
-        _read_staged(file, raw, pinned=where.device.type == "cuda" and torch.cuda.is_initialized())
+        _read_staged(file, raw, pinned=in_use(where.device))
     return tensor.to(where.dtype)
 
 

@@ -11,9 +11,14 @@ ELEMENTS = 1024  # of one program and frame: eight 16-bit numbers a thread, one 
 
 @triton.jit
 def block_of(positions, C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr):
-    """The positions of this program [P], its channels [BLOCK], and which of [P, BLOCK] exist."""
-    position = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    """The positions of this program [P], its channels [BLOCK], which are a part of all C where BLOCK is less, and which
+    of [P, BLOCK] exist."""
+    parts: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    position = program // parts * P + tl.arange(0, P)
     channel = tl.arange(0, BLOCK)
+    if parts > 1:
+        channel = program % parts * BLOCK + channel
     return position, channel, (position < positions)[:, None] & (channel < C)[None, :]
 
 
@@ -52,10 +57,10 @@ def settle(out, residual, y, bias, mask, RESIDUAL: tl.constexpr):
     tl.store(out, y.to(out.dtype.element_ty), mask=mask)
 
 
-def sizes_of(channels: int) -> dict[str, int]:
-    """Block of channels and positions a program."""
-    block = triton.next_power_of_2(channels)
-    return {"BLOCK": block, "P": max(1, ELEMENTS // block)}
+def sizes_of(channels: int, elements: int = ELEMENTS, most: int = 1 << 30) -> dict[str, int]:
+    """Block of channels, at most so many, and positions of a program of so many elements."""
+    block = min(most, triton.next_power_of_2(channels))
+    return {"BLOCK": block, "P": max(1, elements // block)}
 
 
 def norms_of(gain: Tensor | None, bias: Tensor | None) -> dict[str, bool]:

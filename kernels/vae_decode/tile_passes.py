@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.launch import launch
 from kernels.vae_decode import winograd
-from kernels.vae_decode.device import settle, sums_of, vector, while_left
+from kernels.vae_decode.device import block_of, settle, sizes_of, sums_of, vector, while_left
 from kernels.vae_decode.geometry import check_outputs, check_tiles
 
 NEAR, FAR = tl.constexpr(winograd.NEAR), tl.constexpr(winograd.FAR)
@@ -40,46 +40,42 @@ def _outputs(m0, m1, m2, m3, m4, m5):
 
 
 @triton.jit
-def _share(positions, C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr):
-    """As `block_of`, with a part of the channels."""
-    parts: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    position = program // parts * P + tl.arange(0, P)
-    channel = program % parts * BLOCK + tl.arange(0, BLOCK)
-    return position, channel, (position < positions)[:, None] & (channel < C)[None, :]
+def _wide(source, mask):
+    """A block, fp32."""
+    return tl.load(source, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _six(source, step, mask):
     """Six blocks, fp32."""
-    v0 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v0 = _wide(source, mask)
     source += step
-    v1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v1 = _wide(source, mask)
     source += step
-    v2 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v2 = _wide(source, mask)
     source += step
-    v3 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v3 = _wide(source, mask)
     source += step
-    v4 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v4 = _wide(source, mask)
     source += step
-    v5 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    v5 = _wide(source, mask)
     return v0, v1, v2, v3, v4, v5
 
 
 @triton.jit
 def _six_frames(source, step, left, mask):
     """The inputs along time of six frames, of which `left` exist: three at least."""
-    d0 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    d0 = _wide(source, mask)
     source += step
-    d1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    d1 = _wide(source, mask)
     source += step
-    d2 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    d2 = _wide(source, mask)
     source += step
-    d3 = tl.load(source, mask=while_left(mask, left - 3), other=0.0).to(tl.float32)
+    d3 = _wide(source, while_left(mask, left - 3))
     source += step
-    d4 = tl.load(source, mask=while_left(mask, left - 4), other=0.0).to(tl.float32)
+    d4 = _wide(source, while_left(mask, left - 4))
     source += step
-    d5 = tl.load(source, mask=while_left(mask, left - 5), other=0.0).to(tl.float32)
+    d5 = _wide(source, while_left(mask, left - 5))
     return _inputs(d0, d1, d2, d3, d4, d5)
 
 
@@ -106,7 +102,7 @@ def _tiles(
     out, frames, t, positions, frame, out_phase, out_tile,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    position, channel, mask = _share(positions, C, BLOCK, P)
+    position, channel, mask = block_of(positions, C, BLOCK, P)
     k, own = tl.program_id(1).to(tl.int64), position[:, None] * C + channel[None, :]
     v0, v1, v2, v3, v4, v5 = _six_frames(frames + 4 * k * frame + own, frame, t - 4 * k, mask)
     _store_six(out + k * out_tile + own, out_phase, v0, v1, v2, v3, v4, v5, mask)
@@ -117,7 +113,7 @@ def _wide_tiles(
     out, frames, t, across, columns, positions, frame, out_phase, out_tile,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    position, channel, mask = _share(positions, C, BLOCK, P)
+    position, channel, mask = block_of(positions, C, BLOCK, P)
     k = tl.program_id(1).to(tl.int64)
     row, column, left = position // across, position % across * 4, t - 4 * k
     source = frames + 4 * k * frame + ((row * columns + column) * C)[:, None] + channel[None, :]
@@ -165,7 +161,7 @@ def _frames_of(
     out, products, bias, residual, t, positions, phase, tile, out_frame, residual_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    position, channel, mask = _share(positions, C, BLOCK, P)
+    position, channel, mask = block_of(positions, C, BLOCK, P)
     own, k = position[:, None] * C + channel[None, :], tl.program_id(1).to(tl.int64)
     biases = vector(bias, channel, C, BIAS)
     m0, m1, m2, m3, m4, m5 = _six(products + k * tile + own, phase, mask)
@@ -189,7 +185,7 @@ def _wide_frames_of(
     out, products, bias, residual, t, across, columns, positions, phase, tile, out_frame, residual_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    position, channel, mask = _share(positions, C, BLOCK, P)
+    position, channel, mask = block_of(positions, C, BLOCK, P)
     k = tl.program_id(1).to(tl.int64)
     row, column, left = position // across, position % across * 4, t - 4 * k
     biases = vector(bias, channel, C, BIAS)
@@ -221,8 +217,7 @@ def _wide_frames_of(
 
 def _sizes(channels: int) -> dict[str, int]:
     """Channels and positions of a program."""
-    block = min(CHANNELS, triton.next_power_of_2(channels))
-    return {"C": channels, "BLOCK": block, "P": max(1, ELEMENTS // block)}
+    return {"C": channels, **sizes_of(channels, ELEMENTS, CHANNELS)}
 
 
 def _grid(sizes: dict[str, int], positions: int, tiles: int) -> tuple[int, int]:

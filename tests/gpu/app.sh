@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
 # The application on one GPU, with the small preset: `app.sh tests` (about a minute), `app.sh cli` (two videos, a second
 # decode and a comparison from the command line), `app.sh page` (the page, asked over its API). Whole logs in $OUT. What
-# the machine lacks is said and passed over; packages are taken from wheels/, made elsewhere by
-# pip download -d wheels --no-deps diffusers imageio-ffmpeg scikit-image importlib-metadata zipp
+# the machine lacks is said and passed over.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/machine.sh"
 out=${OUT:-.}
-python=${PYTHON:-python3}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-[ -d wheels ] && "$python" -m pip install -q --no-index --no-deps wheels/*.whl
 failed=0
 prompt="a red circle moves right on a plain navy background, static camera"
 

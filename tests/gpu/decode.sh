@@ -4,11 +4,9 @@
 # benchmarks.md. About eight minutes of an H200; `decode.sh tests`, `layers` or `record` does one of the three.
 # Results lie in $OUT (default: results). The bench needs diffusers and scikit-image.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3}
+. "$(dirname "$0")/machine.sh"
 out=${OUT:-results}
 mkdir -p "$out"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m kernels.build || echo "without compiled kernels"
 if [ "${1:-tests}" = tests ]; then
     "$python" -m pytest -q tests/gpu/test_decode_kernels_cuda.py tests/gpu/test_decode_cuda.py 2>&1 | tee "$out/tests.txt"

@@ -2,11 +2,8 @@
 # What the transformer's kernels need a GPU for: first whether they are right, then how fast. Short output; whole logs in
 # $OUT. `dit.sh tests` (parallel, about a minute), `dit.sh bench` (about two), `dit.sh sweep` (launch sizes) do one part.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/machine.sh"
 out=${OUT:-.}
-python=${PYTHON:-python3}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-[ -d wheels ] && "$python" -m pip install -q --no-index --no-deps wheels/*.whl
 failed=0
 
 tests() {

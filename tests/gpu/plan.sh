@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
 # The full-size model with random weights on one GPU of 80 GiB or more: bf16 from noise to file, fp8, streamed blocks.
 # `plan.sh bf16`, `plan.sh fp8`, `plan.sh streamed` do one. Whole logs and JSON lines in $OUT; records go into
-# engine/benchmarks.md. Packages that the machine lacks are taken from wheels/, made elsewhere by
-# pip download -d wheels --no-deps diffusers imageio-ffmpeg importlib-metadata zipp
+# engine/benchmarks.md.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/machine.sh"
 out=${OUT:-.}
-python=${PYTHON:-python3}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-[ -d wheels ] && "$python" -m pip install -q --no-index --no-deps wheels/*.whl
 failed=0
 
 rehearse() {

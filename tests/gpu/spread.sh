@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # Everything about several devices that one GPU has to say: ranks that share it, by way of the host, give what one gives;
 # what ends in words; and the prediction for 2, 4 and 8 GPUs. `spread.sh tests` and `spread.sh predict` do one of the two.
-# Figures lie in $OUT (default: results). Packages that the machine lacks are taken from wheels/, see plan.sh.
+# Figures lie in $OUT (default: results).
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3}
+. "$(dirname "$0")/machine.sh"
 out=${OUT:-results}
 mkdir -p "$out"
-export PYTHONPATH=$PWD
-[ -d wheels ] && "$python" -m pip install -q --no-index --no-deps wheels/*.whl
 "$python" -m kernels.build
 if [ "${1:-tests}" = tests ]; then
     "$python" -m pytest -q -s -rs --durations=8 tests/gpu/test_spread_cuda.py 2>&1 | tee "$out/spread_tests.txt"
