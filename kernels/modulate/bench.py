@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
 
+from engine import fp8
 from kernels.modulate.op import gated_modulate, modulate
+from kernels.quantise_rows.op import empty
 from kernels.timing import Pass, nbytes
 
 ROWS, WARPS = (1, 2, 4), (2, 4, 8, 16)
@@ -33,17 +37,15 @@ def sweep(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> 
     from kernels.modulate import kernel
 
     x, y, gate, shift, scale = inputs(tokens, width, dtype, device)
-    out, residual = torch.empty_like(x), torch.empty_like(x)
-    for gated in (None, (y, gate, residual)):
-        for rows in ROWS:
-            for warps in WARPS:
-                size = kernel.Size(rows, warps)
-
-                def call(gated=gated, size=size):
-                    kernel.run(x, out, shift, scale, 1e-6, gated, size)
-
-                name = f"{'modulate' if gated is None else 'gated_modulate'} rows={rows} warps={warps}"
-                yield Pass(name, call, (2 if gated is None else 4) * x.nbytes)
+    residual = torch.empty_like(x)
+    outs = {"": (torch.empty_like(x), None)}
+    if device.type != "cuda" or not fp8.lack(device):
+        outs[" fp8"] = tuple(empty(x))
+    for gated, rows, warps, dtype in itertools.product((None, (y, gate, residual)), ROWS, WARPS, outs):
+        out, scales = outs[dtype]
+        call = functools.partial(kernel.run, x, out, shift, scale, 1e-6, gated, kernel.Size(rows, warps), scales)
+        name = f"{'gated_' if gated else ''}modulate{dtype} rows={rows} warps={warps}"
+        yield Pass(name, call, x.nbytes * (3 if gated else 1) + nbytes(out))
 
 
 if __name__ == "__main__":
