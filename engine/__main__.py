@@ -234,9 +234,10 @@ def generate(arguments: argparse.Namespace, cancel: threading.Event) -> dict:
     engine = Engine(preset, arguments.devices)
     engine.check(request)
     engine.load(request.denoise)
+    estimate = engine.estimate(request)
     print(
         f"{preset.title}: {request.frames} frames of {request.width} x {request.height} (width x height), "
-        f"seed {request.seed}, about {engine.estimate(request).total:.0f} s",
+        f"seed {request.seed}{f', about {estimate.total:.0f} s' if estimate else ''}",
         file=sys.stderr,
     )
     return deliver(arguments, lambda folder: engine.generate(request, folder, cancel))

@@ -10,9 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -35,6 +34,7 @@ from engine.noise import draw_noise
 from engine.preset import Preset
 from engine.preview import LinearMap, Previews
 from engine.prompt import TextEmbedding
+from engine.readiness import Readiness
 from engine.request import Request, check
 from engine.settings import DecodeSettings, DenoiseSettings
 from engine.shapes import latent_shape
@@ -51,16 +51,6 @@ ADVICE = (
 )
 T = TypeVar("T")
 Run = Generator[Event, None, T]
-
-
-@dataclass(frozen=True)
-class Readiness:
-    """Whether a request could start at once. text: a sentence for people; done, total: bytes while loading."""
-
-    state: Literal["idle", "loading", "ready", "failed"]
-    text: str
-    done: int = 0
-    total: int = 0
 
 
 class Engine:
@@ -174,18 +164,23 @@ class Engine:
         settings = settings or self.preset.denoise
         with self._loading:
             try:
-                if not self.executor.holds(settings):
-                    self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
-                    self.executor.load(settings, self._report)
+                self._hold(settings)
                 if self._measured:
                     self.experience.measure(self.executor, self.preset, self.decoder(self.preset.decode))
+                    self._hold(settings)  # a group ends its workers where one of them runs out of memory
                 if self._preview_map is None and settings.preview == "on" and usable(self.executor.device):
                     self._preview_map = self._fit_preview()
             except Exception as error:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 self._readiness = Readiness("failed", words)
                 raise
-            self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
+            words = f"{self.preset.title} is ready on {self.executor.device_name()}. {self.experience.unmeasured}"
+            self._readiness = Readiness("ready", words.strip())
+
+    def _hold(self, settings: DenoiseSettings) -> None:
+        if not self.executor.holds(settings):
+            self._readiness = Readiness("loading", f"Loading {self.preset.title} ...")
+            self.executor.load(settings, self._report)
 
     def _fit_preview(self) -> LinearMap | None:
         try:

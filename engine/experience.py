@@ -4,33 +4,51 @@ that a run in another process can hand over what it learned."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine import estimate as cost
 from engine.compare import Decoder
 from engine.decode_cost import CompareCost, DecodeCost, DecodeCosts, decode_work
+from engine.errors import ResourceError
 from engine.measure import measure
+from engine.memory import memory_in_words
 from engine.preset import Preset
 from engine.request import Request
 from engine.settings import BUDGETED
 from engine.shapes import SPATIAL_FACTOR, latent_shape, video_frames
 from engine.sides import Comparison
 
+log = logging.getLogger(__name__)
+
 
 class Experience:
-    """Rates of denoising and costs of decoding; it can be pickled. device_type: "cpu" or "cuda"."""
+    """Rates of denoising and costs of decoding; it can be pickled. device_type: "cpu" or "cuda"; unmeasured: why the
+    short run told nothing, in words."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.rates: cost.Rates | None = None
+        self.unmeasured = ""
         self.costs = DecodeCosts(device_type)
 
     def measure(self, executor: Any, preset: Preset, decoder: Decoder) -> None:
-        """Learn from a short run, unless anything is known already. decoder: of the preset."""
-        if self.rates is None:
-            self.rates = measure(executor, preset)
-            self.costs.learn(decoder, self.rates.positions, 1.0)
+        """Learn from a short run, unless anything is known already. decoder: of the preset.
+
+        Where memory is too small for that run it is not tried again: smaller videos may fit, and the first one tells.
+        """
+        if self.rates is not None or self.unmeasured:
+            return
+        try:
+            with memory_in_words("A short run at the preset's size", None, executor.device, "Smaller videos may."):
+                rates = measure(executor, preset)
+        except ResourceError as error:
+            self.unmeasured = f"How long a video takes is known after the first one. {error}"
+            log.warning("%s", self.unmeasured)
+            return
+        self.rates = rates
+        self.costs.learn(decoder, rates.positions, 1.0)
 
     def estimate(self, executor: Any, request: Request, decoder: Decoder) -> cost.Estimate | None:
         """What a request will take; None as long as nothing is known, of the machine or of the model."""

@@ -24,7 +24,7 @@ import app
 from engine import record
 from engine.compare import Decoder
 from engine.decode_cost import CompareCost, DecodeCost
-from engine.engine import Engine, Readiness
+from engine.engine import Engine
 from engine.errors import BusyError, Cancelled, EngineError
 from engine.estimate import Estimate
 from engine.events import Event, FramesReady, PreviewReady, StageEnded, StageStarted, StepDone, VideoFinished, Warned
@@ -33,6 +33,7 @@ from engine.jobs import Jobs
 from engine.latents import save_latents
 from engine.preset import Preset
 from engine.preview import PREVIEW_NAME, write_animation
+from engine.readiness import Readiness
 from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.shapes import latent_shape

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.compare import decibels
 from engine.decode_cost import CompareCost, DecodeCost
-from engine.engine import Readiness
 from engine.job import CompareState
 from engine.memory import in_words
+from engine.readiness import Readiness
 from engine.shapes import SPATIAL_FACTOR, video_frames
 from engine.sides import SIDES, CompareRequest, Option, RandomLatents
 from engine.web import words

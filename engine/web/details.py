@@ -11,9 +11,9 @@ from html import escape
 from typing import Any
 
 from engine import recipe
-from engine.engine import Readiness
 from engine.job import DecodeState, JobState
 from engine.memory import in_words
+from engine.readiness import Readiness
 from engine.telemetry import Memory
 from engine.web import words
 from engine.web.charts import figures

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from engine.engine import Readiness
 from engine.estimate import Estimate
 from engine.events import Stage
 from engine.job import JobState, StageState
 from engine.memory import in_words
 from engine.prompt import MAX_TOKENS
+from engine.readiness import Readiness
 from engine.request import Request
 from engine.web import words
 
@@ -20,6 +20,7 @@ Phase = Literal["todo", "now", "done", "stopped", "failed"]
 # Loading takes no time once the model is there, and then it is no stage worth showing; nor is the wait of a free queue.
 SHORT_LOAD = SHORT_WAIT = 0.5
 LONG_WAIT = 120
+UNMEASURED = "How long it takes is known once the model is loaded, at the latest after the first video."
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def plan(request: Request, fps: int, estimate: Estimate | None) -> str:
         f"{words.counted(request.frames, 'frame')} at {fps} a second, {words.pixels(request.height, request.width)}"
     )
     if estimate is None:
-        return f'<p class="plan">{picture}. How long it takes is known once the model is loaded.</p>'
+        return f'<p class="plan">{picture}. {UNMEASURED}</p>'
     hint = " A shorter video, a smaller size or fewer steps are quicker." if estimate.total > LONG_WAIT else ""
     return (
         f'<p class="plan" title="Reckoned by {escape(estimate.basis)}">{picture}. '

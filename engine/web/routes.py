@@ -8,8 +8,8 @@ from pathlib import Path
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import FileResponse, JSONResponse, Response
 
-from engine.engine import Readiness
 from engine.job import Job, JobState
+from engine.readiness import Readiness
 from engine.web import words
 
 FindJob = Callable[[str], JobState | None]

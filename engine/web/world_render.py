@@ -97,7 +97,7 @@ def plan(requests: Sequence[Request], fps: int, estimate: Estimate | None) -> st
     """What a click would start. estimate: of one of them."""
     count = f"{words.counted(len(requests), 'video')} of {words.counted(requests[0].frames, 'frame')}"
     if estimate is None:
-        return f'<p class="plan">{count}. How long it takes is known once the model is loaded.</p>'
+        return f'<p class="plan">{count}. {render.UNMEASURED}</p>'
     each = " each, one after the other" if len(requests) > 1 else ""
     takes = f"<strong>Takes about {words.roughly(estimate.total)}</strong>{each}."
     return f'<p class="plan">{count}. {takes}{render.memory(estimate)}</p>'

@@ -20,10 +20,10 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from engine.engine import Readiness
 from engine.errors import EngineError, RequestError, ResourceError
 from engine.events import Event, FramesReady
 from engine.experience import Experience
+from engine.readiness import Readiness
 from engine.request import Request
 from engine.settings import DecodeSettings
 from engine.web import lent

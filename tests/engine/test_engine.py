@@ -216,6 +216,24 @@ def test_estimates_come_from_measured_rates(engine, tmp_path):
     assert engine.estimate(request).denoise == pytest.approx(denoise)
 
 
+def test_a_measuring_run_that_does_not_fit_costs_the_estimate_alone(engine, tmp_path, monkeypatch, caplog):
+    runs = []
+
+    def too_large(*_):
+        runs.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("engine.experience.measure", too_large)
+    engine.load()
+    engine.load()
+    ready, request = engine.readiness(), engine.preset.request()
+    assert ready.state == "ready" and "known after the first one. A short run at the preset's size" in ready.text
+    assert "does not fit on cpu" in caplog.text and len(runs) == 1
+    assert engine.estimate(request) is None
+    assert isinstance(generate(engine, tmp_path)[0][-1], VideoFinished)
+    assert engine.estimate(request).denoise > 0
+
+
 def test_about_names_model_and_device(engine):
     engine.load()
     about = engine.about()

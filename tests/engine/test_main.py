@@ -53,6 +53,16 @@ def test_a_video_and_its_figures(preset, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.mp4", "toy.toml"]
 
 
+def test_a_machine_that_could_not_be_measured_makes_the_video(preset, tmp_path, capsys, monkeypatch):
+    def too_large(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("engine.experience.measure", too_large)
+    arguments = ["x", "--preset", preset, "--frames", "1", "--steps", "1", "--seed", "7"]
+    assert main([*arguments, "--out", str(tmp_path / "o.mp4")]) == 0
+    assert re.search(r"seed 7\n", capsys.readouterr().err)
+
+
 def test_keep_keeps_the_latents(preset, tmp_path):
     keep = tmp_path / "files"
     arguments = ["x", "--preset", preset, "--frames", "1", "--out", str(tmp_path / "o.mp4"), "--keep", str(keep)]

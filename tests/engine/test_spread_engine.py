@@ -9,6 +9,7 @@ import torch
 
 from engine.__main__ import main
 from engine.engine import Engine
+from engine.errors import ExhaustedError
 from engine.events import ComparisonFinished, VideoFinished
 from engine.latents import load_latents, save_latents
 from engine.noise import draw_noise
@@ -67,3 +68,15 @@ def test_the_command_line_verifies_a_decode(engine, toy_preset, toy_checkpoint, 
     arguments = ["decode", "--latents", str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "out.mp4")]
     assert main([*arguments, "--devices", "cpu:2", "--verify"]) == 0
     assert "Every byte is the same" in capsys.readouterr().err
+
+
+def test_a_group_that_ran_out_of_memory_while_it_was_measured_makes_the_video(toy_preset, tmp_path, monkeypatch):
+    def too_large(executor, _):
+        executor.group.close()  # as after every fault of a rank
+        raise ExhaustedError("Rank 1 (cpu), stage denoise: it does not fit.")
+
+    monkeypatch.setattr("engine.experience.measure", too_large)
+    engine = Engine(toy_preset, "cpu:2")
+    *_, finished = engine.generate(toy_preset.request(frames=1, steps=1), tmp_path)
+    engine.close()
+    assert isinstance(finished, VideoFinished) and engine.readiness().state == "idle"
