@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from engine import about as facts
-from engine import disk, record
+from engine import broken, disk, record
 from engine import estimate as cost
 from engine.compare import Decoder
 from engine.condition import check_picture, make_condition, open_image
@@ -144,7 +144,9 @@ class Engine:
             yield from comparison.finish(facts.machine(self.preset, self.executor))
 
     def check(self, request: Request) -> Image.Image | None:
-        """Raise RequestError for everything that can be known before the work; returns the opened first frame."""
+        """Raise RequestError for everything that can be known before the work, BrokenError where none can be done any
+        more; returns the opened first frame."""
+        broken.refuse()
         check(request, self.preset.limits)
         self.decoder(request.decode)
         self.executor.denoise_paths(request.denoise)
@@ -162,7 +164,7 @@ class Engine:
         settings: None means the preset's.
         """
         settings = settings or self.preset.denoise
-        with self._loading:
+        with self._loading, broken.guarded(self.executor.device):
             try:
                 self._hold(settings)
                 if self._measured:
@@ -191,7 +193,8 @@ class Engine:
 
     def readiness(self) -> Readiness:
         """How far loading is."""
-        return self._readiness
+        fault = broken.fault()
+        return Readiness("failed", fault) if fault else self._readiness
 
     def estimate(self, request: Request) -> cost.Estimate | None:
         """What a request will take; None before the model is loaded. RequestError for an absent decoder."""
@@ -390,6 +393,7 @@ class Engine:
         if not self._busy.acquire(blocking=False):
             raise BusyError("The engine makes another video at the moment. Wait until it has finished, or stop it.")
         try:
-            yield
+            with broken.guarded(self.executor.device):
+                yield
         finally:
             self._busy.release()

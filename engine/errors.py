@@ -33,6 +33,10 @@ class ExhaustedError(ResourceError):
     """An allocation failed, in the middle of work that was expected to fit."""
 
 
+class BrokenError(EngineError):
+    """A GPU met a fault after which this process can't use it. Only a restart helps."""
+
+
 class GroupError(EngineError):
     """A device of a group stopped taking part. Says which rank, on which device, in which stage."""
 

@@ -274,7 +274,7 @@ class LocalExecutor:
         with self._lock:
             self.transformer = self.text = self.vae = self.folder = self.placement = self._switches = None
             self._texts.clear()
-            if self.device.type == "cuda":
+            if in_use(self.device):
                 torch.cuda.empty_cache()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import again, disk, store
+from engine import again, broken, disk, store
 from engine.admission import Admission, QueueLimits
 from engine.condition import open_image
 from engine.errors import Cancelled, EngineError, RequestError, ResourceError, shown
@@ -82,9 +82,8 @@ class Jobs:
     def submit(self, request: Asked, parent: str | None = None, group: str | None = None) -> str:
         """Queue a checked request; returns the job's id at once. The folder is there then, with the first frame in it.
 
-        parent, group: see `Job`. Raises BusyError if the queue is full or the visitor has asked for too much,
-        ResourceError if the folder can't be written or its disk is too full for all that waits, RequestError for a
-        picture or latents that can't be read, and for a parent that is no job's id. What is refused counts for nothing.
+        parent, group: see `Job`. Raises BrokenError once a restart is needed, BusyError for too much, ResourceError for
+        a folder or a disk that can't take it, RequestError for a picture, latents or a parent that are none.
         """
         return self.submit_all([request], parent, group)[0]
 
@@ -108,6 +107,7 @@ class Jobs:
 
     def _admit(self, more: int) -> str | None:
         """The visitor, if so many more jobs may be queued for it."""
+        broken.refuse()
         visitor = self._visitor()
         with self._changed:
             active = {name for name, state in self._states.items() if not state.over}

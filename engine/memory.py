@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from engine import broken
 from engine.errors import ExhaustedError, ResourceError
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -30,8 +31,8 @@ def in_words(amount: float) -> str:
 
 def in_use(device: torch.device) -> bool:
     """Whether a device is a GPU that this process has opened. One that it has not opened has no statistics to begin
-    again (PyTorch refuses to), and nothing to wait for."""
-    return device.type == "cuda" and torch.cuda.is_initialized()
+    again (PyTorch refuses to), and nothing to wait for; one that met a fault answers no more."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and not broken.fault()
 
 
 def free_memory(device: torch.device, sharing: int = 1) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from engine import disk, record
+from engine import broken, disk, record
 from engine.compare import METHOD, Decoder, FrameFile, Meter, judge, limits_for, plain_json
 from engine.decode_plan import Choice
 from engine.errors import Cancelled, EngineError, RequestError
@@ -252,7 +252,7 @@ class Comparison:
         except Exception as error:
             # A fault of ours on one side: the other side's result is still worth having.
             log.exception("side %s", name)
-            side.error = f"Internal error, please report it: {type(error).__name__}: {error}"
+            side.error = broken.fault() or f"Internal error, please report it: {type(error).__name__}: {error}"
         yield SideEnded(name, side.to_json(self.frames))
 
     def _work(self, side: Side, executor: Executor, telemetry: Telemetry, cancel: threading.Event) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import psutil
 import torch
 
+from engine import broken
 from engine.memory import in_use
 
 SAMPLE_SECONDS = 0.2
@@ -46,7 +47,7 @@ def memory_now() -> Memory:
     no GPU on which this process holds nothing: to ask how much of it is free would take half a GiB of it."""
     machine = psutil.virtual_memory()
     devices = ()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and in_use(torch.device("cuda")):
         held = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
         devices = tuple(device_memory(index) for index in held)
     return Memory(psutil.Process().memory_info().rss, machine.available, machine.total, devices)
@@ -150,7 +151,8 @@ class Telemetry:
         try:
             yield record
         finally:
-            synchronize(self.device)
+            # A fault is told by who met it: raised from here, it would cost the video what was made before.
+            broken.look(self.device)
             record.seconds = self.elapsed - record.started
             self._look(record)
 
