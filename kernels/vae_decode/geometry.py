@@ -114,13 +114,18 @@ def _gain(gain: Tensor | None, bias: Tensor | None, channels: int, device: torch
     check_bias(bias, channels, device)
 
 
-def check_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
+def check_frames(
+    out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor, above: int, kept: int
+) -> None:
     """ValueError unless these fit together as `write_frames` says."""
     check_kinds(x.dtype, x.device, x=x, out=out, history=history)
     _four("x", x)
     t, h, w, c = x.shape
-    check_shape("history", history, (2, h, w, c))
-    check_shape("out", out, (t + 2, h, w, c))
+    check_shape("out", out, (t + 2, -1, w, c))
+    rows = out.shape[1]
+    check_shape("history", history, (2, rows, w, c))
+    require(0 <= above <= rows - h, f"above = {above}: x has {h} rows, out {rows}")
+    require(0 <= kept <= rows, f"kept = {kept}: history has {rows} rows")
     _gain(gain, bias, c, x.device)
     for name, tensor in (("out", out), ("history", history)):
         _packed_frames(name, tensor)

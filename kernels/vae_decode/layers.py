@@ -1,8 +1,8 @@
 """The decoder's layers over passes and convolutions. Each works on bands of rows and knows nothing of the video.
 
-A layer's input is computed once, row by row, into a buffer that is as high as the plan allows, with a halo row on each
-side: the neighbour's where there is one, else zero. So a band needs no padding, and what it gives depends neither on
-its height nor on where it begins.
+A layer's input is computed row by row, into a buffer that is as high as the plan allows, with a halo row on each side:
+the neighbour's where there is one, else zero. So a band needs no padding, and what it gives depends neither on its
+height nor on where it begins.
 """
 
 from __future__ import annotations
@@ -115,38 +115,29 @@ def bands(
     name: str, x: Tensor, passes: Any, gain: Tensor | None, before: Tensor | None, state: State, made: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Bands of rows of x [t, h, w, c], each with a packed buffer [t + 2, rows + 2, w, c] of activations behind their
-    history, halo rows included, valid until the next one is taken.
+    history, halo rows included, valid until the next one is taken; x must stay as it is until the last one is.
 
     gain, before: see `reference.activate`; made: bytes that are made of each byte of a buffer.
     """
     t, h, w, c = x.shape
-    history = state.history(name, x)
-    neighbours = functools.cache(state.rows.neighbours(x))  # on their way while our own rows are written
+    history, ranks = state.history(name, x), state.rows
+    neighbours = functools.cache(ranks.neighbours(x))  # on their way while our own rows are written
     height = state.plan.band((t + 2) * w * c * x.element_size(), made, h)
     memory = x.new_empty((t + 2) * (height + 2) * w * c)
 
-    def write_halo(row: Tensor, neighbour: Tensor | None, past: Tensor) -> None:
-        if neighbour is None:
-            row.zero_()
-        else:
-            passes.write_frames(row, neighbour, gain, before, past)
-
-    edge = None
     for a in range(0, h, height):
         b = min(a + height, h)
         buffer = memory[: (t + 2) * (b - a + 2) * w * c].view(t + 2, b - a + 2, w, c)
-        if edge is not None:
-            buffer[:, :2].copy_(edge)
-        start, stop = (0 if edge is None else a + 1), min(b + 1, h)
-        if stop > start:
-            fresh = buffer[:, start - a + 1 : stop - a + 1]
-            passes.write_frames(fresh, x[:, start:stop], gain, before, history[:, start + 1 : stop + 1])
-        if a == 0:
-            write_halo(buffer[:, :1], neighbours()[0], history[:, :1])
-        if b == h:
-            write_halo(buffer[:, -1:], neighbours()[1], history[:, -1:])
-        else:
-            edge = buffer[:, b - a : b - a + 2].clone()
+        past, first, last = history[:, a : b + 2], a == 0, b == h
+        above, below = int(first and ranks.above is not None), int(last and ranks.below is not None)
+        own, near = slice(above, b - a + 2 - below), x[:, max(a - 1, 0) : b + 1]
+        # The next band computes the rows that both need again, from a history that this one left alone.
+        kept = 0 if last else 2
+        passes.write_frames(buffer[:, own], near, gain, before, past[:, own], int(first) - above, kept)
+        if above:
+            passes.write_frames(buffer[:, :1], neighbours()[0], gain, before, past[:, :1])
+        if below:
+            passes.write_frames(buffer[:, -1:], neighbours()[1], gain, before, past[:, -1:])
         yield slice(a, b), buffer
 
 

@@ -20,14 +20,17 @@ from kernels.vae_decode.tile_passes import write_outputs, write_tiles
 __all__ = ["add", "enlarge", "stencil", "write_frames", "write_outputs", "write_tiles"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "replaced"])  # which would compile a kernel for each kind of band
 def _frames(
-    out, x, gain, bias, history, t, columns, positions, x_frame, x_row, x_column, out_frame, history_frame,
+    out, x, gain, bias, history, t, columns, positions, first, last, replaced,
+    x_frame, x_row, x_column, out_frame, history_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     position, channel, mask = block_of(positions, C, BLOCK, P)
     own = position[:, None] * C + channel[None, :]
-    source = x + (position // columns * x_row + position % columns * x_column)[:, None] + channel[None, :]
+    inside = mask & ((position >= first) & (position < last))[:, None]
+    within = position - first
+    source = x + (within // columns * x_row + within % columns * x_column)[:, None] + channel[None, :]
     gains, biases = vector(gain, channel, C, NORM), vector(bias, channel, C, BIAS)
     memory, target = history + own, out + own
     older = tl.load(memory, mask=mask, other=0.0)
@@ -38,9 +41,10 @@ def _frames(
     for _ in range(0, t):
         target += out_frame
         older = newer
-        newer = activate(tl.load(source, mask=mask, other=0.0), gains, biases, mask, NORM)
+        newer = activate(tl.load(source, mask=inside, other=0.0), gains, biases, inside, NORM)
         tl.store(target, newer, mask=mask)
         source += x_frame
+    mask &= (position < replaced)[:, None]
     tl.store(memory, older, mask=mask)
     tl.store(memory + history_frame, newer, mask=mask)
 
@@ -106,17 +110,18 @@ def _stencil(
         tl.store(out + frame * out_frame + own, v, mask=mask)
 
 
-def write_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
+def write_frames(
+    out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor, above: int = 0, kept: int = 0
+) -> None:
     """As `reference.write_frames`."""
-    check_frames(out, x, gain, bias, history)
+    check_frames(out, x, gain, bias, history, above, kept)
     t, h, w, c = x.shape
-    sizes = sizes_of(c)
-    grid = (triton.cdiv(h * w, sizes["P"]),)
+    rows, sizes = out.shape[1], sizes_of(c)
+    grid = (triton.cdiv(rows * w, sizes["P"]),)
+    numbers = (t, w, rows * w, above * w, (above + h) * w, (rows - kept) * w)
     strides = (*x.stride()[:3], out.stride(0), history.stride(0))
     vectors = (x if gain is None else gain, x if bias is None else bias)
-    launch(
-        _frames, grid, x.device, out, x, *vectors, history, t, w, h * w, *strides, C=c, **sizes, **norms_of(gain, bias)
-    )
+    launch(_frames, grid, x.device, out, x, *vectors, history, *numbers, *strides, C=c, **sizes, **norms_of(gain, bias))
 
 
 def add(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:

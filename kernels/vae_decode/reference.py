@@ -69,15 +69,19 @@ def activate(x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
-def write_frames(out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor) -> None:
-    """out [2 + t, h, w, c] = history, then the activations of x [t, h, w, c].
+def write_frames(
+    out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor, above: int = 0, kept: int = 0
+) -> None:
+    """out [2 + t, rows, w, c] = history, then the activations of x [t, h, w, c], which begin in row `above`; zeros in
+    the rows above and below those.
 
-    history [2, h, w, c] becomes the last two frames of out. gain, bias: fp32 [c] or None, see `activate`. x may have
-    any strides but the channels'.
+    history [2, rows, w, c] becomes the last two frames of out, but for its last `kept` rows. gain, bias: fp32 [c] or
+    None, see `activate`. x may have any strides but the channels'.
     """
-    check_frames(out, x, gain, bias, history)
-    out[:2], out[2:] = history, activate(x, gain, bias)
-    history.copy_(out[-2:])
+    check_frames(out, x, gain, bias, history, above, kept)
+    rows, h = out.shape[1], x.shape[1]
+    out[:2], out[2:] = history, F.pad(activate(x, gain, bias), (0, 0, 0, 0, above, rows - above - h))
+    history[:, : rows - kept] = out[-2:, : rows - kept]
 
 
 def write_tiles(out: Tensor, frames: Tensor) -> None:

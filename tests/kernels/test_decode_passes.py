@@ -51,6 +51,19 @@ def test_frames_are_written_behind_their_history(dtype, t, h, w, c, norm, bias):
 
 
 @DTYPES
+@pytest.mark.parametrize("above, below, kept", [(1, 1, 0), (0, 1, 0), (1, 0, 2), (0, 0, 4), (2, 1, 1)])
+def test_rows_beside_the_input_are_zero_and_kept_rows_of_history_stay(dtype, above, below, kept):
+    x, history = strided(3, 4, 5, 24, dtype), drawn(2, above + 4 + below, 5, 24, seed=1, dtype=dtype)
+    gain, shift = drawn(24, seed=2), drawn(24, seed=3)
+    out = torch.empty(5, above + 4 + below, 5, 24, dtype=dtype)
+    got = agree("write_frames", out, x, gain, shift, history, above, kept, changes=(3,))
+    assert not got[2:, :above].any() and not got[2:, above + 4 :].any()
+    assert torch.equal(got[:2], history)
+    passes.write_frames(out, x, gain, shift, changed := history.clone(), above, kept)
+    assert torch.equal(changed[:, len(changed[0]) - kept :], history[:, len(history[0]) - kept :])
+
+
+@DTYPES
 @PHASES
 @pytest.mark.parametrize("t, h, w, c", [(4, 2, 3, 8), (8, 3, 4, 12), (1, 2, 2, 8), (6, 1, 5, 136), (3, 2, 1, 8)])
 def test_tiles_hold_the_inputs_of_the_products(dtype, phases, t, h, w, c):
@@ -126,7 +139,7 @@ def test_the_norm_neither_overflows_nor_divides_by_nothing():
 GOOD = {
     "stencil": (torch.empty(2, 8, 6, 3, dtype=torch.uint8), drawn(2, 6, 3, 112), drawn(12), torch.ones(1).int()),
     "enlarge": (drawn(1, 4, 6, 8), drawn(1, 3, 4, 32), drawn(8), drawn(1, 2, 3, 8)),
-    "write_frames": (drawn(4, 2, 3, 8), drawn(2, 2, 3, 8), None, None, drawn(2, 2, 3, 8)),
+    "write_frames": (drawn(4, 2, 3, 8), drawn(2, 2, 3, 8), None, None, drawn(2, 2, 3, 8), 0, 0),
     "write_tiles": (drawn(6, 1, 2, 3, 8), drawn(6, 2, 3, 8)),
     "write_outputs": (drawn(4, 2, 3, 8), drawn(6, 1, 2, 3, 8), None, None),
     "add": (drawn(4, 2, 3, 8), drawn(4, 2, 3, 8), None, None),
@@ -145,6 +158,8 @@ GOOD = {
         ("enlarge", 3, drawn(1, 2, 3, 24), "1, 2 or 4 times 8 channels, not 24"),
         ("enlarge", 1, drawn(1, 2, 3, 32), "z has shape"),
         ("write_frames", 4, drawn(1, 2, 3, 8), "history has shape"),
+        ("write_frames", 5, 1, "above = 1: x has 2 rows, out 2"),
+        ("write_frames", 6, 3, "kept = 3: history has 2 rows"),
         ("write_frames", 1, drawn(2, 2, 3, 16)[..., ::2], "stride 2 in its last dimension"),
         ("write_frames", 0, drawn(4, 3, 2, 8).transpose(1, 2), "each frame of out must be one block"),
         ("write_tiles", 0, drawn(6, 2, 2, 3, 8), "out has shape"),
