@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from engine import compare_cli
 from engine.arguments import BAD_INPUT, FAILED, require_folder, tell
-from engine.devices import RULE, choose_device, devices_from_environment
+from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
 from engine.errors import Cancelled, EngineError, MediaError, RequestError
 from engine.events import (
@@ -34,7 +34,6 @@ from engine.events import (
     VideoFinished,
     Warned,
 )
-from engine.placement import survey
 from engine.preset import Preset, preset_from_environment, preset_names
 from engine.request import Request, frames_for
 from engine.settings import (
@@ -47,6 +46,7 @@ from engine.settings import (
     Precision,
     Quality,
 )
+from engine.survey import survey
 
 STOPPED = 130
 
@@ -220,9 +220,15 @@ def run(events: Iterator[Event]) -> VideoFinished:
 
 
 def plan(arguments: argparse.Namespace) -> str:
-    """Where everything would go on this machine for what the arguments ask for."""
+    """Where everything would go on this machine for what the arguments ask for. Refuses what the work would; a plan
+    needs no prompt."""
     preset = preset_from_environment(arguments.preset, arguments.checkpoint)
-    lines = survey(preset.checkpoint, make_request(arguments, preset), choose_device(arguments.devices))
+    request = make_request(arguments, preset)
+    engine = Engine(preset, arguments.devices)
+    with closing(engine):
+        engine.check(dataclasses.replace(request, prompt=request.prompt or "-"))
+        decoder = engine.executor.explain_decode(request.decode)
+    lines = survey(preset.checkpoint, request, engine.executor.devices, decoder)
     return json.dumps(lines) if arguments.json else "\n".join(f"{k}: {v}" for k, v in lines.items())
 
 

@@ -17,13 +17,12 @@ import torch
 from engine import fp8
 from engine.compare import Decoder
 from engine.decode_cost import DecodeCosts
-from engine.errors import CheckpointError, RequestError, ResourceError
+from engine.errors import RequestError, ResourceError
 from engine.estimate import denoise_bytes
-from engine.hub import local
 from engine.memory import TOO_LARGE, free_memory, in_words
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from engine.offload import SLOTS, nbytes, streamed
-from engine.parts import Description, describe, released
+from engine.parts import Description
 from engine.request import Request
 from engine.settings import DenoiseSettings
 from engine.shapes import latent_shape, video_tokens
@@ -133,31 +132,18 @@ def place(info: Description, request: Request, machine: Machine) -> Placement:
     refused: list[Placement] = []
     for precision, why in _precisions(request.denoise, machine):
         weights = weigh(info, precision, machine.device)
-        working = _working(info, request, precision, machine)
+        work = working(info, request, precision, machine)
         for stream, text in _candidates(request.denoise, machine):
-            stages, host = _needed(weights, working, stream, text, machine)
+            stages, host = needed(weights, work, stream, text, machine)
             found = Placement(precision, stream, text, weights, stages, host, machine, why)
             if found.fits:
                 return dataclasses.replace(found, reason=_because(found, refused))
             refused.append(found)
-    raise ResourceError(_shortfall(refused, request, machine))
+    raise ResourceError(shortfall(refused, request, machine))
 
 
-def survey(checkpoint: str, request: Request, device: torch.device) -> dict[str, str]:
-    """The plan for a request on this machine as text, without loading or downloading anything. Errors as of `place`;
-    CheckpointError for a checkpoint that is not here and whose sizes are not known."""
-    folder = local(checkpoint)
-    if folder is None and checkpoint != str(released().folder):
-        raise CheckpointError(
-            f"{checkpoint} is not on this machine yet, so its sizes are not known. Download it first."
-        )
-    info = released() if folder is None else describe(folder)
-    lines = place(info, request, Machine.here(device)).lines()
-    note = {"Note": f"{checkpoint} is not on this machine yet; its sizes are the published ones"} if not folder else {}
-    return {"Request": _size(request)} | lines | note
-
-
-def _size(request: Request) -> str:
+def size_of(request: Request) -> str:
+    """Of its video, in words."""
     return f"{request.frames} frames of {request.width} x {request.height}"
 
 
@@ -199,7 +185,7 @@ def weigh(info: Description, precision: str, device: str) -> Weights:
     return Weights(sum(sizes), max(sizes), rest, info.transformer.mapped, text, vae)
 
 
-def _working(info: Description, request: Request, precision: str, machine: Machine) -> dict[str, int]:
+def working(info: Description, request: Request, precision: str, machine: Machine) -> dict[str, int]:
     """Bytes that the stages hold beside the weights; reckoned, see `engine.estimate` and `engine.decode_cost`."""
     config = MMDiTConfig.read(info.transformer.config)
     witness = 0
@@ -208,24 +194,27 @@ def _working(info: Description, request: Request, precision: str, machine: Machi
     _, *latents = latent_shape(request.frames, request.height, request.width)
     decoder = Decoder(request.decode.path, "fp32" if machine.device == "cpu" else "bf16")
     decoding = DecodeCosts(machine.device).predict(decoder, tuple(latents), info.vae.config).bytes
-    # On a GPU the decoder computes on a 16-bit copy of its weights.
-    copied = 0 if machine.device == "cpu" else info.vae.device_bytes(torch.bfloat16)
     return {
         "the prompt": 0,
         "denoising": denoise_bytes(config, request, ITEM[precision]) + witness,
-        "decoding": decoding + copied,
+        "decoding": decoding + decoder_copy(info, machine),
     }
 
 
-def _needed(
-    weights: Weights, working: Mapping[str, int], stream: bool, text: TextPlace, machine: Machine
+def decoder_copy(info: Description, machine: Machine) -> int:
+    """Bytes of the 16-bit copy of its weights that the decoder computes on, on a GPU."""
+    return 0 if machine.device == "cpu" else info.vae.device_bytes(torch.bfloat16)
+
+
+def needed(
+    weights: Weights, work: Mapping[str, int], stream: bool, text: TextPlace, machine: Machine
 ) -> tuple[dict[str, int], int]:
     """Bytes of the device by stage, and of the host."""
     kept = weights.rest + (SLOTS * weights.block if stream else weights.blocks) + weights.vae
     kept += weights.text if text == "resident" else 0
     kept += DEVICE_RESERVE if machine.device == "cuda" else 0
     kept += weights.blocks if stream and machine.device == "cpu" else 0
-    stages = {stage: kept + size for stage, size in working.items()}
+    stages = {stage: kept + size for stage, size in work.items()}
     stages["the prompt"] += weights.text if text == "visiting" else 0
     host = (weights.blocks if stream else 0) + (weights.text if text != "resident" else 0)
     return stages, host + (HOST_RESERVE if machine.device == "cuda" else 0)
@@ -241,7 +230,7 @@ def _because(found: Placement, refused: list[Placement]) -> str:
     return f"{found.reason}; with everything on the device {lack} of {where} would be missing"
 
 
-def _shortfall(refused: list[Placement], request: Request, machine: Machine) -> str:
+def shortfall(refused: list[Placement], request: Request, machine: Machine) -> str:
     """One sentence, of the placement that comes nearest, and what to do."""
     near = min(refused, key=lambda p: max(p.lack_device, 0) + max(p.lack_host, 0))
     parts = []
@@ -253,7 +242,7 @@ def _shortfall(refused: list[Placement], request: Request, machine: Machine) -> 
     how = f"{near.precision}{', blocks streamed' if near.stream else ''}, text encoder {near.text}"
     advice = TOO_LARGE.get(machine.device, "Use a device with more memory.")
     return (
-        f"{_size(request)} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is "
+        f"{size_of(request)} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is "
         f"needed for {stage}). {advice} A preset of a smaller size or fewer frames needs less."
     )
 

@@ -1,19 +1,24 @@
 """The memory plan, on machines that are not here and the real configuration, which has no weights here either."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from engine import placement
+from engine import survey as surveys
 from engine.__main__ import main
+from engine.decode_plan import Choice
 from engine.errors import CheckpointError, RequestError, ResourceError
 from engine.parts import describe, released
-from engine.placement import Machine, place, survey, weigh
+from engine.placement import Machine, place, weigh
 from engine.preset import load_preset
 from engine.settings import DenoiseSettings
+from engine.survey import survey
 
 GIB = 2**30
+BUILT = Choice("built", "fp16", "compiled for this GPU")
+CARDS = tuple(torch.device("cuda", index) for index in range(4))
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +125,14 @@ def sum_of_blocks(info):
 
 
 def test_a_survey_loads_nothing_and_says_where_its_numbers_come_from(monkeypatch):
-    monkeypatch.setattr(placement, "local", lambda checkpoint: None)
+    monkeypatch.setattr(surveys, "local", lambda checkpoint: None)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: gpu(141)))
-    lines = survey("IFM/PAN2", request(), torch.device("cuda:0"))
+    lines = survey("IFM/PAN2", request(), CARDS[:1], BUILT)
     assert lines["Request"] == "121 frames of 1248 x 704"
     assert "published" in lines["Note"] and lines["Denoising"].startswith("bf16: as released")
+    assert lines["Decoding"] == "built, fp16: compiled for this GPU"
     with pytest.raises(CheckpointError, match="someone/else is not on this machine yet"):
-        survey("someone/else", request(), torch.device("cuda:0"))
+        survey("someone/else", request(), CARDS[:1], BUILT)
 
 
 def test_the_command_line_prints_the_plan(capsys):
@@ -135,3 +141,43 @@ def test_the_command_line_prints_the_plan(capsys):
     assert lines["Denoising"].startswith("fp32") and "were free" in lines["Memory planned"] and "Note" not in lines
     assert main(["--plan", "--precision", "fp8"]) == 2
     assert "need an NVIDIA GPU" in capsys.readouterr().err
+    for refused, words in (
+        (["--decode-path", "built"], "'built' can't run here"),
+        (["--memory-gib", "4"], "this one would be plain"),
+        (["--image", "nowhere.png"], "nowhere.png"),
+        (["--devices", "cpu:2", "--decode-path", "portable"], "portable"),
+    ):
+        assert main(["--plan", *refused]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_command_line_plans_the_group_that_it_is_given(capsys):
+    assert main(["--plan", "--json", "--devices", "cpu:2"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert "spread over 2 processes" in lines["Denoising"] and "rows spread over 2 devices" in lines["Decoding"]
+    assert "the text encoder in the first alone" in lines["Weights"] and "were free" in lines["Memory planned, cpu"]
+
+
+def test_a_group_holds_the_weights_in_every_process_and_shares_the_rest(monkeypatch):
+    monkeypatch.setattr(surveys, "local", lambda checkpoint: None)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: gpu(141)))
+    free = {}
+    monkeypatch.setattr(surveys, "free_memory", lambda device: free.get(device, gpu(141).free))
+
+    def denoising(cards, key, **settings):
+        lines = survey("IFM/PAN2", request(**settings), cards, BUILT._replace(devices=len(cards)))
+        return float(re.search(r"([\d.]+) GiB for denoising", lines[key])[1])
+
+    alone = denoising(CARDS[:1], "Memory planned")
+    two, first, last = (
+        denoising(CARDS[:2], "Memory planned, cuda:0"),
+        denoising(CARDS, "Memory planned, cuda:0"),
+        denoising(CARDS, "Memory planned, cuda:3"),
+    )
+    assert two == alone, "one branch each takes what both in turn do"
+    assert first < alone and first - last == pytest.approx(15_020_000_000 / GIB, abs=0.2), "the text encoder"
+    assert denoising(CARDS[:1] * 2, "Memory planned, cuda:0") == pytest.approx(2 * alone - 14, abs=0.2)
+    assert denoising(CARDS, "Memory planned, cuda:0", devices="one") == alone
+    free[CARDS[2]] = 40 * GIB
+    with pytest.raises(ResourceError, match=r"cuda:2: 121 frames of 1248 x 704 do not fit .* 40.0 GiB are free"):
+        survey("IFM/PAN2", request(), CARDS, BUILT)
