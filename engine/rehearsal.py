@@ -266,6 +266,9 @@ class Rehearsal:
         with self.stage("build vae"):
             vae = random_vae(self.scene.vae, self.device)
         settings, frames, chunks = DecodeSettings(path=path), 0, []
+        with self.stage("warm decoder"):  # as the engine does when it has loaded: kernels and weights get ready
+            for _ in decode(vae, latents[:, :, :5], settings):
+                pass
         with self.stage("decode"):
             for chunk in decode(vae, latents, settings, threading.Event()):
                 _require(chunk.frames.shape[1:] == (self.scene.height, self.scene.width, 3), "frames of another size")

@@ -45,7 +45,7 @@ def cases():
     limits = {"UNIT": quantise_rows.UNIT, "LEAST": quantise_rows.LEAST}
     for quantised in (False, True):
         for gated in (False, True):
-            size = modulate.launch_size(WIDTH, gated)
+            size = modulate.launch_size(WIDTH)
             constants = {"WIDTH": WIDTH, "BLOCK": WIDTH, "ROWS": size.rows, "GATED": gated, "QUANTISE": quantised}
             name = f"modulate gated={gated}{' fp8' * quantised}"
             yield name, modulate.modulate_kernel, constants | limits, size.warps
