@@ -48,13 +48,17 @@ def _on_the_host(call: Call) -> float:
     return 1000 * (time.perf_counter() - started)
 
 
-def medians(calls: Sequence[Call], device: torch.device, rounds: int, repeats: int) -> list[float]:
-    """Median milliseconds of each call. They take turns, so that a clock that sinks is fair to all."""
+def medians(calls: Sequence[Call], device: torch.device, rounds: int, repeats: int, rest: float = 0) -> list[float]:
+    """Median milliseconds of each call. They take turns, so that a clock that sinks is fair to all.
+
+    rest: seconds that the device stands still before each turn.
+    """
     found: list[list[float]] = [[] for _ in calls]
     for call in calls:
         milliseconds(call, device, 2)
     for _ in range(rounds):
         for times, call in zip(found, calls, strict=True):
+            time.sleep(rest)
             times += milliseconds(call, device, repeats)
     return [statistics.median(times) for times in found]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.fused import Streams
-from kernels import dit_bench, dit_steps, timing
+from kernels import dit_bench, dit_floor, dit_steps, timing
 from kernels.kernel_bench import main as kernel_main
 from kernels.modulate import bench as modulate_bench
 from kernels.qk_norm_rope import bench as qk_norm_rope_bench
@@ -27,11 +27,13 @@ def last_line(capsys) -> dict:
 def test_the_last_line_is_the_record(capsys):
     dit_bench.main(["--small", "--no-compile"])
     record = last_line(capsys)
-    assert set(record) == {"bench", "gpu", "torch", "date", "commit", "tokens", "floor_ms", "rows", "kernels"}
-    assert record["bench"] == "dit" and record["tokens"] == 52 and record["floor_ms"] > 0
+    figures = {"tokens", "floor_ms", "floor_in_a_row_ms", "rows", "kernels"}
+    assert set(record) == {"bench", "gpu", "torch", "date", "commit"} | figures
+    assert record["bench"] == "dit" and record["tokens"] == 52
+    assert record["floor_ms"] > 0 and record["floor_in_a_row_ms"] > 0
     names = [row["name"] for row in record["rows"]]
     assert set(names) >= PEERS and all(name.startswith(("plain", "ours")) for name in names)
-    assert all(row["block_ms"] > 0 for row in record["rows"])
+    assert all(row["block_ms"] > 0 and row["in_a_row_ms"] > 0 for row in record["rows"])
     assert {row["name"] for row in record["rows"] if row.get("step_ms")} == PEERS | {"ours", "ours-fp8"}
     assert {kernel["name"] for kernel in record["kernels"]} >= {
         "modulate",
@@ -78,7 +80,7 @@ def test_a_kernel_that_is_switched_off_is_not_called(monkeypatch):
 def test_the_floor_has_every_product_of_a_block():
     """Weights of what the floor multiplies are those of the block, its modulations aside."""
     bench = dit_bench.Bench(dit_bench.SMALL, CPU)
-    weights = sum(inputs * outputs for _, _, inputs, outputs in dit_bench.products(bench))
+    weights = sum(inputs * outputs for _, _, inputs, outputs in dit_floor.products(bench))
     names = [name for name, _ in bench.block.named_parameters() if name.endswith("weight") and "norm" not in name]
     assert weights == sum(bench.block.get_parameter(name).numel() for name in names)
 
@@ -101,7 +103,7 @@ def test_a_sweep_starts_every_size(device, bench):
 def test_a_row_that_fails_is_named_and_the_others_are_measured(capsys):
     bench = dit_bench.Bench(dit_bench.SMALL, CPU)
     calls = {"ours": bench.ours, "compiled": lambda: 1 / 0}
-    assert set(dit_bench.blocks(bench, calls, 1, 1)) == set(calls) == {"ours"}
+    assert set(dit_bench.blocks(bench, calls, small=True)) == set(calls) == {"ours"}
     assert "compiled: failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
 
 
@@ -109,6 +111,22 @@ def test_calls_take_turns_and_the_median_counts():
     order = []
     assert len(timing.medians([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=2, repeats=3)) == 2
     assert "".join(order) == "aabb" + 2 * "aaabbb"
+
+
+def test_a_device_rests_before_each_turn(monkeypatch):
+    slept = []
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    timing.medians([lambda: None, lambda: None], CPU, rounds=3, repeats=1, rest=0.3)
+    assert slept == 6 * [0.3]
+
+
+def test_the_floor_in_a_row_is_every_product_and_one_attention(monkeypatch):
+    bench = dit_bench.Bench(dit_bench.SMALL, CPU)
+    least, all_of_them = dit_floor.floor(bench, 1)
+    shapes = [tuple(result.shape) for result in all_of_them()]
+    products = [(rows, outputs) for _, rows, _, outputs in dit_floor.products(bench)]
+    assert least > 0 and len(shapes) == len(products) + 1
+    assert [shape for shape in shapes if len(shape) == 2] == products
 
 
 def test_tables_are_aligned():
