@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,5 +64,12 @@ def interpreted() -> bool:
 
 def launch(kernel: Any, grid: Sequence[int], device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Start a kernel on the device where its tensors lie, not on the one that happens to be current."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with current(device):
         kernel[tuple(grid)](*arguments, **constants)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one for a while, where it is not yet: most launches are spared that."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

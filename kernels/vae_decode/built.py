@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_void_p
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from engine.errors import EngineError, RequestError, listed
 from kernels.build import arch, store
 from kernels.build.arch import Target
-from kernels.checks import HALF, check_dtype
+from kernels.checks import HALF, check_dtype, once
+from kernels.launch import current
 from kernels.vae_decode.geometry import check_direct, check_phases, check_stencil, require
 from kernels.vae_decode.recipe import ELEMENTS, RECIPE
 from kernels.vae_decode.tiles import Row, choose_tile
@@ -213,7 +213,7 @@ class Built:
         call.values_step, call.out_step = _step(values, values[0].numel()), _step(out, out[0].numel())
         call.depth, call.rows, call.width, call.channels = depth, rows - 2, width, channels
         call.bfloat16, call.as_float = values.dtype == torch.bfloat16, out.dtype == torch.float32
-        with self._current():
+        with current(self.device):
             self.library.stencil(call)
 
     def _check(self, data: Tensor, **tensors: Tensor | None) -> None:
@@ -242,7 +242,7 @@ class Built:
         row = self.row(call.width, call.channels, call.filters, taps)
         call.taps_first = int(row.taps_first)
         tile = self.library.tiles[f"{row.tile}_{NAMES[dtype]}"]
-        with self._current():
+        with current(self.device):  # the kernels ask CUDA which one it is
             needed = self.library.workspace(tile, call)
             # PyTorch gives the memory to nobody else before the launch is through: both are on its stream.
             workspace = torch.empty(needed, dtype=torch.uint8, device=self.device) if needed else None
@@ -252,13 +252,14 @@ class Built:
     def _stream(self) -> int | None:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
-    def _current(self):
-        """The kernels ask CUDA which device is current."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
 
 def _check_groups(name: str, tensor: Tensor) -> None:
     require(tensor.data_ptr() % 16 == 0, f"{name} begins at an address that 16 does not divide")
+    _check_lengths(name, tensor)
+
+
+@once
+def _check_lengths(name: str, tensor: Tensor) -> None:
     lengths = [tensor.shape[-1], *(s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)]
     whole = all(length % GROUP == 0 for length in lengths) or tensor.ndim == 1
     require(whole, f"{name} has {lengths[0]} channels and strides {lengths[1:]}, these must be multiples of {GROUP}")

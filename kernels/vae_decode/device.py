@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -57,6 +59,7 @@ def settle(out, residual, y, bias, mask, RESIDUAL: tl.constexpr):
     tl.store(out, y.to(out.dtype.element_ty), mask=mask)
 
 
+@functools.cache
 def sizes_of(channels: int, elements: int = ELEMENTS, most: int = 1 << 30) -> dict[str, int]:
     """Block of channels, at most so many, and positions of a program of so many elements."""
     block = min(most, triton.next_power_of_2(channels))

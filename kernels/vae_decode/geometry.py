@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride, check_shape
+from kernels.checks import FLOATS, check_device, check_dtype, check_inner_stride, check_shape, once
 from kernels.vae_decode.winograd import tiles
 
 
@@ -59,6 +59,7 @@ def _pads(pad: tuple[int, int], name: str) -> None:
     require(len(pad) == 2 and set(pad) <= {0, 1}, f"{name} = {pad}: zeros are added as 0 or 1 on each of two sides")
 
 
+@once
 def check_direct(
     buffer: Tensor,
     weight: Tensor,
@@ -91,6 +92,7 @@ def check_direct(
         _packed_frames(name, tensor)
 
 
+@once
 def check_phases(
     inputs: Tensor, weights: Tensor, out: Tensor, pad_rows: tuple[int, int], pad_columns: tuple[int, int]
 ) -> None:
@@ -114,6 +116,7 @@ def _gain(gain: Tensor | None, bias: Tensor | None, channels: int, device: torch
     check_bias(bias, channels, device)
 
 
+@once
 def check_frames(
     out: Tensor, x: Tensor, gain: Tensor | None, bias: Tensor | None, history: Tensor, above: int, kept: int
 ) -> None:
@@ -131,6 +134,7 @@ def check_frames(
         _packed_frames(name, tensor)
 
 
+@once
 def check_tiles(out: Tensor, frames: Tensor) -> None:
     """ValueError unless these fit together as `write_tiles` says."""
     check_kinds(frames.dtype, frames.device, frames=frames, out=out)
@@ -144,6 +148,7 @@ def check_tiles(out: Tensor, frames: Tensor) -> None:
     _apart("phases", "out", out)
 
 
+@once
 def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """ValueError unless these fit together as `add` says."""
     check_kinds(out.dtype, out.device, residual=residual, out=out)
@@ -155,6 +160,7 @@ def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | No
     check_bias(bias, out.shape[-1], out.device)
 
 
+@once
 def check_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """ValueError unless these fit together as `write_outputs` says."""
     check_kinds(products.dtype, products.device, products=products, out=out, residual=residual)
@@ -166,6 +172,7 @@ def check_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: 
     check_sum(out, out, bias, residual)
 
 
+@once
 def check_enlarge(out: Tensor, z: Tensor, bias: Tensor, source: Tensor) -> None:
     """ValueError unless these fit together as `enlarge` says."""
     check_kinds(z.dtype, z.device, z=z, source=source, out=out)
@@ -179,6 +186,7 @@ def check_enlarge(out: Tensor, z: Tensor, bias: Tensor, source: Tensor) -> None:
         _packed_frames(name, tensor)
 
 
+@once
 def check_stencil(out: Tensor, values: Tensor, bias: Tensor, finite: Tensor) -> None:
     """ValueError unless these fit together as `stencil` says: a plane of another depth or height would be read out of
     bounds."""

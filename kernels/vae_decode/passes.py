@@ -117,7 +117,7 @@ def write_frames(
     check_frames(out, x, gain, bias, history, above, kept)
     t, h, w, c = x.shape
     rows, sizes = out.shape[1], sizes_of(c)
-    grid = (triton.cdiv(rows * w, sizes["P"]),)
+    grid = (-(-rows * w // sizes["P"]),)
     numbers = (t, w, rows * w, above * w, (above + h) * w, (rows - kept) * w)
     strides = (*x.stride()[:3], out.stride(0), history.stride(0))
     vectors = (x if gain is None else gain, x if bias is None else bias)
@@ -131,7 +131,7 @@ def add(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) ->
     sizes = sizes_of(o)
     beside = out if residual is None else residual
     strides = (out.stride(0), y.stride(0), beside.stride(0))
-    grid = (triton.cdiv(h * w, sizes["P"]), t)
+    grid = (-(-h * w // sizes["P"]), t)
     vector = out if bias is None else bias
     launch(_add, grid, out.device, out, y, vector, beside, h * w, *strides, C=o, **sizes, **sums_of(bias, residual))
 
@@ -142,7 +142,7 @@ def enlarge(out: Tensor, z: Tensor, bias: Tensor, source: Tensor) -> None:
     t, h, w, c = source.shape
     o = out.shape[-1]
     sizes = sizes_of(o)
-    grid = (triton.cdiv(h * w, sizes["P"]), t)
+    grid = (-(-h * w // sizes["P"]), t)
     strides = (out.stride(0), z.stride(0), source.stride(0))
     launch(_enlarge, grid, out.device, out, z, bias, source, w, h * w, *strides, C=o, STRIDE=c // o, **sizes)
 
@@ -151,7 +151,7 @@ def stencil(out: Tensor, values: Tensor, bias: Tensor, finite: Tensor) -> None:
     """As `reference.stencil`."""
     check_stencil(out, values, bias, finite)
     t, rows, w, s = values.shape
-    grid = (triton.cdiv(w, 64), rows - 2, t)
+    grid = (-(-w // 64), rows - 2, t)
     strides = (out.stride(0), values.stride(0))
     pixels = out.dtype == torch.uint8
     launch(_stencil, grid, out.device, out, values, bias, finite, w, *strides, S=s, BLOCK=64, PIXELS=pixels)

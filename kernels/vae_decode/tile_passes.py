@@ -5,6 +5,8 @@ A thread holds a whole tile of a few channels: six frames (of six columns) on th
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -215,13 +217,14 @@ def _wide_frames_of(
     )  # fmt: skip
 
 
+@functools.cache
 def _sizes(channels: int) -> dict[str, int]:
     """Channels and positions of a program."""
     return {"C": channels, **sizes_of(channels, ELEMENTS, CHANNELS)}
 
 
 def _grid(sizes: dict[str, int], positions: int, tiles: int) -> tuple[int, int]:
-    return triton.cdiv(positions, sizes["P"]) * triton.cdiv(sizes["C"], sizes["BLOCK"]), tiles
+    return -(-positions // sizes["P"]) * -(-sizes["C"] // sizes["BLOCK"]), tiles
 
 
 def write_tiles(out: Tensor, frames: Tensor) -> None:
