@@ -69,7 +69,7 @@ def stopper(cancel: Cancel) -> Callable[[], bool]:
 
 def _plan(vae: nn.Module, latents: Tensor, settings: DecodeSettings | None, passes: Sequence[int]) -> Plan:
     check_supported(vae)
-    choice = explain(settings or DecodeSettings(), vae.post_quant_conv.weight.device)
+    choice = explain(settings or DecodeSettings(), vae.post_quant_conv.weight.device, vae)
     memory = settings.memory_gib if settings else None
     return Plan(latents, choice, passes, vae.config["z_dim"], memory)
 

@@ -32,10 +32,10 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 WIDER = {"fp16": "bf16"}
 
 
-def paths(device: torch.device, precision: str = AUTO) -> tuple[Path, ...]:
-    """Every decoder, the most wanted first, with what it lacks on a device and for a precision."""
+def paths(device: torch.device, precision: str = AUTO, vae: nn.Module | None = None) -> tuple[Path, ...]:
+    """Every decoder, the most wanted first, with what it lacks on a device, for a precision and for a VAE."""
     about = "our decoder with fewer multiplications: cuDNN's convolutions, passes of our own"
-    lack = _built_lack(device, precision)
+    lack = _built_lack(device, precision) or _width_lack(vae)
     compiled = "our decoder with fewer multiplications: convolutions compiled for this GPU, at their first use"
     return (
         Path("built", compiled, lack, None if lack else _unmeasured(device)),
@@ -61,6 +61,12 @@ def _built_lack(device: torch.device, precision: str) -> str | None:
     return built.lack(device)
 
 
+def _width_lack(vae: nn.Module | None) -> str | None:
+    from kernels.vae_decode import built
+
+    return built.width_lack(vae.decoder) if vae is not None else None
+
+
 def _unmeasured(device: torch.device) -> str | None:
     """Why "auto" passes compiled kernels over: nobody knows that they are faster on this GPU."""
     from kernels.vae_decode.table import is_measured
@@ -70,10 +76,13 @@ def _unmeasured(device: torch.device) -> str | None:
     return f"it was not measured on {name} (python -m kernels.vae_decode.bench --layers --out kernels/vae_decode does)"
 
 
-def explain(settings: DecodeSettings, device: torch.device | str) -> Choice:
-    """Which path and precision these settings mean on a device, and why. RequestError where there is no such path."""
+def explain(settings: DecodeSettings, device: torch.device | str, vae: nn.Module | None = None) -> Choice:
+    """Which path and precision these settings mean on a device, and why. RequestError where there is no such path.
+
+    vae: what is to be decoded with, None before it is loaded: not every path takes every width.
+    """
     device = torch.device(device)
-    chosen = choose("decode path", paths(device, settings.precision), settings.path)
+    chosen = choose("decode path", paths(device, settings.precision, vae), settings.path)
     why = chosen.reason if settings.path == AUTO else "asked for"
     if chosen.path == "reference":
         return _explain_reference(settings.precision, device)
@@ -104,9 +113,9 @@ def _auto_precision(path: str, device: torch.device, why: str) -> tuple[str, str
     return "fp16", f"{why}; fp16 because this GPU has no bf16 (every chunk is checked for overflow)"
 
 
-def compile_kernels(device: torch.device, say: Callable[[str], None]) -> None:
+def compile_kernels(device: torch.device, say: Callable[[str], None], vae: nn.Module | None = None) -> None:
     """Whatever "auto" decodes with on a device is compiled now, if it has to be, so that no video waits for it."""
-    if explain(DecodeSettings(), device).path != "built":
+    if explain(DecodeSettings(), device, vae).path != "built":
         return
     from kernels.vae_decode.built import Built
 
@@ -141,9 +150,8 @@ def _parts(vae: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
     """What a decoder computes with, where that is not cuDNN and Triton. Compiles where it must."""
     if path != "built":
         return {}
-    from kernels.vae_decode.built import Built, check_widths
+    from kernels.vae_decode.built import Built
 
-    check_widths(vae.decoder)
     kernels = Built.on(device)
     return {"convolver": kernels, "passes": kernels.passes()}
 

@@ -70,6 +70,7 @@ class LocalExecutor:
         self.checkpoint = checkpoint
         self.device, self.devices = device, (device,)
         self.folder: Path | None = None
+        self.vae: Any = None
         # The size that the memory plan is for; larger requests may still fit.
         self.typical = Request("", "", height=64, width=64, frames=1, steps=1, shift=1.0, guidance=1.0, seed=0)
         self.placement: Placement | None = None
@@ -108,7 +109,7 @@ class LocalExecutor:
             self.placement = wanted
             self._switch(settings)
             if usable(self.device):
-                compile_kernels(self.device, lambda words: report(words, 0, 0))
+                compile_kernels(self.device, lambda words: report(words, 0, 0), self.vae)
 
     def _take(self, transformer: PAN2Transformer3DModel) -> None:
         self.transformer = transformer
@@ -245,8 +246,9 @@ class LocalExecutor:
             yield frames.cpu()
 
     def explain_decode(self, settings: DecodeSettings) -> DecodeChoice:
-        """Path, precision and the reason for them, for these settings on this device."""
-        return explain(settings, self.device)
+        """Path, precision and the reason for them, for these settings on this device, and for the VAE once it is
+        loaded."""
+        return explain(settings, self.device, self.vae)
 
     def device_name(self) -> str:
         """The device in words."""

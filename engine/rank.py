@@ -81,6 +81,7 @@ class Rank:
         self.rank, self.device = rank, everywhere[rank]
         self.sharing = everywhere.count(self.device)
         self.connection, self.report = connection, report
+        self.vae: Any = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.link = Link(rank, len(devices), self.device, port, way(everywhere), pulse)
@@ -100,13 +101,16 @@ class Rank:
         launch.try_out(self.device)
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else f"CPU, {threads()}"
-        choices = {pair: _or_why(self._decoder, pair) for pair in decode_pairs()}
         switches = [(attention, fused) for attention in get_args(Attention) for fused in get_args(AutoSwitch)]
         denoise = {pair: _or_why(self._paths, pair) for pair in switches}
-        return Facts(name, self.device.type, choices, denoise)
+        return Facts(name, self.device.type, self.decoders(), denoise)
+
+    def decoders(self) -> dict[tuple[str, str], Choice | str]:
+        """Which decoders this device has, of the VAE once that is loaded."""
+        return {pair: _or_why(self._decoder, pair) for pair in decode_pairs()}
 
     def _decoder(self, path: Any, precision: Any) -> Choice:
-        return explain(DecodeSettings(path, precision), self.device)
+        return explain(DecodeSettings(path, precision), self.device, self.vae)
 
     def _paths(self, attention: Any, fused: Any) -> tuple[KernelChoice, KernelChoice]:
         return denoise_paths(DenoiseSettings(attention=attention, fused_kernels=fused), self.device, None)
@@ -132,7 +136,7 @@ class Rank:
 
     def compile_kernels(self) -> None:
         """As `LocalExecutor` does once everything is loaded. One rank compiles, the others wait for it."""
-        compile_kernels(self.device, lambda words: self.report(words, 0, 0))
+        compile_kernels(self.device, lambda words: self.report(words, 0, 0), self.vae)
 
     def encode_prompt(self, prompt: str) -> Any:
         """As of `LocalExecutor`, on the host."""

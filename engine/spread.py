@@ -110,6 +110,8 @@ class GroupExecutor:
             if fresh or self.folder is None:
                 text_dtype = torch.bfloat16 if self.cuda else torch.float32
                 self._call("load", "load_parts", folder, text_dtype, report=report, silence=START)
+                found = self._call("load", "decoders")
+                self._facts = [replace(facts, choices=new) for facts, new in zip(self._facts, found, strict=True)]
             if self._loaded != form:
                 self._loaded = None
                 precision, stream = form

@@ -18,7 +18,6 @@ import torch
 from engine.bands import Band, Message
 from engine.condition import make_condition
 from engine.decode import DecodeRun, HostCopy
-from engine.decode_paths import explain
 from engine.decode_plan import Plan
 from engine.executor import LocalExecutor
 from engine.mmdit import PAN2Transformer3DModel
@@ -91,7 +90,7 @@ def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> floa
 
 def _decodes(executor: LocalExecutor, request: Request, assumed: Assumed) -> dict[str, Any]:
     latents = draw_noise(request.seed, (1, *latent_shape(request.frames, request.height, request.width)))
-    plan = Plan(latents, explain(request.decode, executor.device))
+    plan = Plan(latents, executor.explain_decode(request.decode))
     counts = [count for count in COUNTS if count <= latents.shape[3]]
     figures = {count: _slowest(executor, plan, count, assumed) for count in counts}
     return {"decoder": plan.choice._asdict(), "decode_predicted": _gains(figures)}

@@ -206,7 +206,7 @@ def ours(
     """Our decode as the engine runs it, frames on the host."""
     _, path, precision = name.split("-")
     settings = DecodeSettings(path, precision, memory_gib=given.memory_gib)  # type: ignore[arg-type]
-    explain(settings, device)
+    explain(settings, device, vae)
     vae.to(device)
     weights = sum(p.nbytes for p in vae.parameters()) / 2**30 if device.type == "cuda" else 0.0
     run = deliver(vae, latents, settings)

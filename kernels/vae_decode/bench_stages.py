@@ -57,7 +57,7 @@ def run(
     name: str, vae: nn.Module, latents: Tensor, settings: DecodeSettings, device: torch.device, profile: bool
 ) -> Iterator[str]:
     """Lines of stages, and of kernels if asked for, of one decode of the latents."""
-    choice = explain(settings, device)
+    choice = explain(settings, device, vae)
     plan = Plan(latents, choice, memory_gib=settings.memory_gib)
     spans = plan.passes
     _passes(DecodeRun(vae.to(device), plan), spans[:WARM])

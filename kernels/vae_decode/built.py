@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.errors import EngineError, RequestError, listed
+from engine.errors import EngineError, listed
 from kernels.build import arch, store
 from kernels.build.arch import Target
 from kernels.checks import HALF, check_dtype, once
@@ -126,17 +126,13 @@ def _no_target(device: torch.device) -> str | None:
     return None
 
 
-def check_widths(decoder: nn.Module) -> None:
-    """RequestError unless the channels of each convolution of a VAE's decoder are multiples of 8. The last one's twelve
-    outputs are computed as 112."""
+def width_lack(decoder: nn.Module) -> str | None:
+    """Why a VAE's decoder can't run on compiled kernels; None where the channels of each convolution are multiples of
+    8. The last one's twelve outputs are computed as 112."""
     layers = [m for m in decoder.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     widths = {n for layer in layers for n in (layer.in_channels, layer.out_channels) if layer is not decoder.conv_out}
     odd = sorted(n for n in widths | {decoder.conv_out.in_channels} if n % GROUP)
-    if odd:
-        raise RequestError(
-            f"Decode path built takes channels in groups of {GROUP}, this VAE has layers of {listed(odd)}; "
-            "choose path portable or plain."
-        )
+    return f"its convolutions take channels in groups of {GROUP}, this VAE has layers of {listed(odd)}" if odd else None
 
 
 class Built:

@@ -76,16 +76,18 @@ class FaultyRank(Rank):
         sys.modules["tests.engine.faulty_worker"] = sys.modules["__main__"]  # where the file says that Bare is
         self.vae = torch.load(folder / BARE, weights_only=False)
 
-    def hello(self):
-        facts = super().hello()
+    def decoders(self):
+        choices = super().decoders()
         for precision in ("fp32", "bf16", "fp16") if self.kind not in ("path", "build") else ():
-            facts.choices["portable", precision] = Choice("portable", precision, "asked for")
+            choices["portable", precision] = Choice("portable", precision, "asked for")
         if self.kind in ("path", "build"):
-            facts.choices["auto", "auto"] = facts.choices["plain", "bf16"]._replace(reason="the fastest that is here")
+            choices["auto", "auto"] = choices["plain", "bf16"]._replace(reason="the fastest that is here")
         if self.kind == "path" and self.faulty:
-            facts.choices["auto", "auto"] = facts.choices["plain", "fp32"]
-            facts.choices["plain", "bf16"] = "its compiler is missing"
-        return facts
+            choices["auto", "auto"] = choices["plain", "fp32"]
+            choices["plain", "bf16"] = "its compiler is missing"
+        if self.kind == "widths" and self.vae is None:
+            choices["auto", "auto"] = choices["plain", "bf16"]
+        return choices
 
     def decode_prepare(self, choice):
         answer = super().decode_prepare(choice)

@@ -14,6 +14,7 @@ from engine.decode import DecodeRun, decode, float_frames
 from engine.decode_paths import explain
 from engine.decode_plan import Plan
 from engine.errors import NotFiniteError, RequestError, ResourceError
+from engine.executor import LocalExecutor
 from engine.settings import DecodeSettings
 from kernels.vae_decode import built, reference
 from kernels.vae_decode.plan import PLANS
@@ -210,9 +211,23 @@ def test_path_built_gives_the_frames_of_diffusers(compiled, vae, precision, most
     assert {(c.stats.path, c.stats.precision) for c in chunks} == {("built", precision)} and compiled.library.calls
 
 
-def test_widths_that_no_kernel_takes_are_refused_before_anything_runs(compiled):
-    with pytest.raises(RequestError, match="groups of 8, this VAE has layers of 4; choose path portable"):
-        decode(small_vae(4), normal_latents(1, 2, 2), DecodeSettings("built", "fp16"))
+def test_widths_that_no_kernel_takes_are_left_to_portable_and_refused_by_name(gpu):
+    odd, words = small_vae(4), "its convolutions take channels in groups of 8, this VAE has layers of 4"
+    assert explain(DecodeSettings(), "cuda:0").path == "built"
+    choice = explain(DecodeSettings(), "cuda:0", odd)
+    assert choice.path == "portable" and f"not built: {words}" in choice.reason
+    assert explain(DecodeSettings(), "cuda:0", small_vae()).path == "built"
+    with pytest.raises(RequestError, match=f"'built' can't run here: {words}. Choose one of auto, portable"):
+        explain(DecodeSettings("built"), "cuda:0", odd)
+
+
+def test_an_engine_asks_with_its_vae_once_that_is_loaded(compiled, here):
+    odd, executor = small_vae(4), LocalExecutor("nowhere", torch.device("cpu"))
+    assert executor.explain_decode(DecodeSettings(precision="fp16")).path == "built"
+    executor.vae = odd
+    assert executor.explain_decode(DecodeSettings(precision="fp16")).path == "portable"
+    (chunk,) = decode(odd, normal_latents(1, 2, 2), DecodeSettings(precision="fp16"))
+    assert (chunk.stats.path, chunk.stats.precision) == ("portable", "fp16")
 
 
 def test_auto_takes_it_where_it_was_measured(gpu):

@@ -307,6 +307,14 @@ def test_a_rank_without_the_decoder_makes_all_take_the_common_one(
         assert choice[:2] == ("plain", "fp32") and f"rank 1 (cpu): {words}" in choice.reason
 
 
+def test_the_ranks_say_again_which_decoders_they_have_once_they_know_the_vae(bare_checkpoint, monkeypatch):
+    monkeypatch.setenv("FAULT", "1 widths 0 /")
+    with faulty(bare_checkpoint, 2) as executor:
+        assert executor.explain_decode(DecodeSettings())[:2] == ("plain", "bf16")
+        executor.load(DenoiseSettings(), quiet)
+        assert executor.explain_decode(DecodeSettings())[:2] == ("plain", "fp32")
+
+
 def portable(latents, bare_checkpoint, precision, passes=(1, 4)):
     """Frames that one device gives on path portable, without asking whether it is there."""
     choice = Choice("portable", precision, "asked for")
