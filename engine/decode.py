@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from engine.bands import Rows
 from engine.condition import denormalise
-from engine.decode_paths import DTYPES, FAST, explain, fast_decoder, forget, instead, start
+from engine.decode_paths import DTYPES, FAST, explain, fast_decoder, forget, instead, leaner, start
 from engine.decode_plan import PASSES, FrameChunk, Plan
-from engine.errors import NotFiniteError, RequestError
+from engine.errors import NotFiniteError, RequestError, ResourceError
 from engine.settings import DecodeSettings
 from engine.vae_stream import DecoderState, StreamDecoder, check_supported
 
@@ -46,7 +46,7 @@ def decode(
 
     On CUDA the next pass is started before a chunk is handed out, and frames go to pinned memory on their own stream.
     """
-    return _deliver(DecodeRun(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
+    return _deliver(_begin(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
 
 
 def float_frames(
@@ -57,7 +57,7 @@ def float_frames(
     passes: Sequence[int] = PASSES,
 ) -> Iterator[Tensor]:
     """As `decode`, for measuring: fp32 [t, 3, H, W] in [-1, 1] before rounding, on the VAE's device, yours to keep."""
-    return _measure(DecodeRun(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
+    return _measure(_begin(vae, _plan(vae, latents, settings, passes)), stopper(cancel))
 
 
 def stopper(cancel: Cancel) -> Callable[[], bool]:
@@ -69,9 +69,9 @@ def stopper(cancel: Cancel) -> Callable[[], bool]:
 
 def _plan(vae: nn.Module, latents: Tensor, settings: DecodeSettings | None, passes: Sequence[int]) -> Plan:
     check_supported(vae)
-    choice = explain(settings or DecodeSettings(), vae.post_quant_conv.weight.device, vae)
-    memory = settings.memory_gib if settings else None
-    return Plan(latents, choice, passes, vae.config["z_dim"], memory)
+    settings = settings or DecodeSettings()
+    choice = explain(settings, vae.post_quant_conv.weight.device, vae)
+    return Plan(latents, choice, passes, vae.config["z_dim"], settings.memory_gib, settings.precision != "auto")
 
 
 class DecodeRun:
@@ -123,6 +123,16 @@ class DecodeRun:
             pieces = list(self.pieces(span))
             finite = all(bool(_finite(piece)) for piece in pieces)
             return torch.cat([_planes(piece) for piece in pieces]), finite
+
+
+def _begin(vae: nn.Module, plan: Plan, rows: Rows | None = None, smaller: int = 0) -> DecodeRun:
+    """A run; where nothing fits, in the precision that takes less memory, as `leaner` says."""
+    try:
+        return DecodeRun(vae, plan, rows, smaller)
+    except (ResourceError, torch.OutOfMemoryError) as error:
+        # Without its frames, which hold the weights that did not fit.
+        failure = error.with_traceback(None)
+    return leaner(plan, failure, lambda other: DecodeRun(vae, other, rows))
 
 
 def _reference(vae: nn.Module) -> Callable[[Tensor], Iterator[Tensor]]:
@@ -308,7 +318,7 @@ def _deliver(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[FrameChunk]:
         del run
         plan, smaller = instead(plan, state, failure)
         del state
-        run = DecodeRun(vae, plan, rows, smaller)
+        run = _begin(vae, plan, rows, smaller)
 
 
 def _attempt(copy: HostCopy, stop: Callable[[], bool], done: int) -> Iterator[FrameChunk]:

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from engine.bands import Rows
 from engine.decode_plan import Choice, Plan
-from engine.errors import EngineError, ExhaustedError, RequestError
+from engine.errors import EngineError, ExhaustedError, RequestError, ResourceError
 from engine.memory import free_memory
 from engine.settings import DecodeSettings
 from kernels.choose import AUTO, Path, choose
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from kernels.vae_decode.state import State
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FAST = ("built", "portable")  # decoders whose passes end where tiles do
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What takes over where a precision overflows: the same range as fp32.
 WIDER = {"fp16": "bf16"}
+# What takes less memory: bf16 has neither numbers of four bytes nor the transformed weights of fp16.
+LEANER = {"fp16": "bf16", "fp32": "bf16"}
 
 
 def paths(device: torch.device, precision: str = AUTO, vae: nn.Module | None = None) -> tuple[Path, ...]:
@@ -203,8 +206,26 @@ def fit(
     peaks = [decoder.peak(cut, height, width) for cut in cuts(parts)[smaller:]]
     limit = None if memory_gib is None else int(memory_gib * GIB)
     free = None if decoder.device.type != "cuda" else free_memory(decoder.device, sharing) + decoder.weight_bytes
-    advice = "choose precision bf16, whose weights are smaller, " if decoder.dtype == torch.float16 else ""
-    return smaller + choose(peaks, limit, free, advice)
+    precision = next(name for name, dtype in DTYPES.items() if dtype == decoder.dtype)
+    return smaller + choose(peaks, limit, free, precision)
+
+
+def leaner(plan: Plan, failure: Exception, begin: Callable[[Plan], T]) -> T:
+    """Begin in the precision that takes the least memory, since nothing of the plan's own fits. begin: as it failed.
+
+    Raises ResourceError that names this precision if it fits and another was asked for by name, what it lacks if it
+    does not fit either, and the failure where there is none.
+    """
+    less = LEANER.get(plan.choice.precision)
+    if less is None or plan.choice.path not in FAST:
+        raise failure
+    why, _, _ = str(failure).partition(". ")
+    note = f"{why}; {f'{less} is tried' if plan.asked else f'decoding goes on in {less}'}."
+    choice = plan.choice._replace(precision=less, reason=f"{plan.choice.reason}; {note}")
+    begun = begin(plan.noted(note, choice))
+    if plan.asked:
+        raise ResourceError(f"{failure} In {less} it fits: choose decode precision {less} (--decode-precision {less}).")
+    return begun
 
 
 def instead(

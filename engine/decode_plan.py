@@ -66,9 +66,11 @@ class Plan:
         passes: Sequence[int] = PASSES,
         channels: int = LATENT_CHANNELS,
         memory_gib: float | None = None,
+        asked: bool = True,
     ) -> None:
-        """memory_gib: as in `DecodeSettings`; passes: paths built and portable lengthen them to whole tiles."""
-        self.choice, self.memory_gib = choice, memory_gib
+        """memory_gib: as in `DecodeSettings`; passes: paths built and portable lengthen them to whole tiles; asked:
+        whether the precision was asked for by name."""
+        self.choice, self.memory_gib, self.asked = choice, memory_gib, asked
         self.notes: tuple[str, ...] = ()
         self.latents = _checked(latents, channels)
         self.total = video_frames(self.latents.shape[2])

@@ -76,7 +76,8 @@ class DecodeSettings(_Checked):
     """path: which implementation decodes ("auto": the fastest that this machine has); precision: of its convolutions
     ("auto": fp32 on a CPU, 16 bit on a GPU; the reference takes fp32, and tf32 where a GPU has it); memory_gib: the
     most that paths built and portable may take on each GPU, weights included (None: what is free). Frames don't depend
-    on it; devices: whether the rows are spread over all devices that the engine was given, or one decodes alone."""
+    on it, but where "auto" has to take bf16 to keep to it, which is said; devices: whether the rows are spread over all
+    devices that the engine was given, or one decodes alone."""
 
     user_name: ClassVar[str] = "decode"
     path: DecodePath = "auto"

@@ -26,7 +26,7 @@ import engine.checkpoint as files
 from engine.agree import agree, lack
 from engine.condition import prepare_image
 from engine.decode import RING, stopper
-from engine.decode_paths import FAST, cuts, instead
+from engine.decode_paths import FAST, cuts, instead, leaner
 from engine.decode_plan import Arrivals, Choice, FrameChunk, Plan
 from engine.denoise import Step
 from engine.errors import Cancelled, ExhaustedError, NotFiniteError, RequestError, ResourceError
@@ -221,7 +221,7 @@ class GroupExecutor:
         memory is short or fp16 overflows on one of them, all begin again alike."""
         plan, cut, done = self._agreed(latents, settings), 0, 0
         while True:
-            cut = self._fit(plan, cut)
+            plan, cut = self._fitting(plan, cut)
             try:
                 for chunk in self._attempt(plan, cut, stopper(cancel), done):
                     done += 1
@@ -251,7 +251,7 @@ class GroupExecutor:
         where = str(failure).partition(",")[0]  # the rank and its device, see `engine.group`
         plan, cut = instead(plan, state, failure, where, parts)
         if not self.group.alive:  # the others waited for what the one could not send, and were ended with it
-            self.load(self._settings, _quiet)
+            self.load(self._settings, lambda *_: None)
         if any(self._prepared(plan)):
             raise failure
         return plan, cut
@@ -261,7 +261,8 @@ class GroupExecutor:
     ) -> Iterator[torch.Tensor]:
         """As of `LocalExecutor`."""
         stop, plan = stopper(cancel), self._agreed(latents, settings)
-        with self._decoding(plan, self._fit(plan, 0), floats=True) as block:
+        plan, cut = self._fitting(plan, 0)
+        with self._decoding(plan, cut, floats=True) as block:
             frames = block.array((plan.longest, 3, plan.height, plan.width), np.float32)
             for index, span in enumerate(plan.passes):
                 if stop():
@@ -274,7 +275,7 @@ class GroupExecutor:
         """The plan with a decoder that every rank has ready. Ranks that turn out to lack one make all take another."""
         while True:
             choice = self.explain_decode(settings)
-            plan = Plan(latents.cpu(), choice, memory_gib=settings.memory_gib)
+            plan = Plan(latents.cpu(), choice, memory_gib=settings.memory_gib, asked=settings.precision != "auto")
             lacks = self._prepared(plan)
             if not any(lacks):
                 return plan
@@ -288,11 +289,18 @@ class GroupExecutor:
     def _fit(self, plan: Plan, smaller: int) -> int:
         """The way to cut the work, after `smaller` of them, that fits on every rank. ResourceError if none does."""
         arguments = (plan.choice, tuple(plan.latents.shape[3:]), plan.memory_gib, _ranks(plan), smaller)
-        cuts = self._ask(plan, "decode_fit", *arguments)
+        cuts = self._ask(plan, "decode_fit", *arguments, silence=PREPARE)
         for name, cut in zip(self.names, cuts, strict=False):
             if isinstance(cut, str):
                 raise ResourceError(f"{name}: {cut}")
         return max(cuts)
+
+    def _fitting(self, plan: Plan, smaller: int) -> tuple[Plan, int]:
+        """The same with its plan: where none fits, in the precision that takes less memory."""
+        try:
+            return plan, self._fit(plan, smaller)
+        except ResourceError as error:
+            return leaner(plan, error, lambda other: (other, self._fit(other, 0)))
 
     @contextmanager
     def _decoding(self, plan: Plan, cut: int, floats: bool) -> Iterator[Shared]:
@@ -379,10 +387,6 @@ def _ranks(plan: Plan) -> int:
 def _patience(ranks: int) -> float | None:
     """Seconds without a pulse, None for what is usual: one rank alone has none and keeps nobody waiting."""
     return ALONE if ranks == 1 else None
-
-
-def _quiet(*_: Any) -> None:
-    pass
 
 
 def _size(pid: int) -> int:

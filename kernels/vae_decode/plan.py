@@ -87,9 +87,9 @@ def least(peaks: Sequence[int]) -> str:
     return f"{min(peaks) / GIB:.1f} GiB"
 
 
-def choose(peaks: Sequence[int], limit: int | None, free: int | None, advice: str = "") -> int:
-    """Index of the first plan that fits. limit: bytes that the user allows; free: bytes that the device has; advice:
-    what else would help.
+def choose(peaks: Sequence[int], limit: int | None, free: int | None, precision: str) -> int:
+    """Index of the first plan that fits. limit: bytes that the user allows; free: bytes that the device has; precision:
+    of the decoder whose peaks these are, for messages.
 
     Raises ResourceError where even the smallest needs more.
     """
@@ -99,6 +99,6 @@ def choose(peaks: Sequence[int], limit: int | None, free: int | None, advice: st
             return index
     whose = f"memory_gib allows {limit / GIB:.1f} GiB" if allowed == limit else f"{allowed / GIB:.1f} GiB are free"
     raise ResourceError(
-        f"Decoding at this size needs at least {least(peaks)}, {whose}. Allow more, free memory, {advice}or decode a "
-        "smaller video."
+        f"Decoding at this size in {precision} needs at least {least(peaks)}, {whose}. Allow more, free memory, or "
+        "decode a smaller video."
     )

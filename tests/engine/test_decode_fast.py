@@ -98,10 +98,42 @@ def test_prepared_weights_are_kept_for_the_next_video_and_given_back(here):
 
 def test_too_little_memory_is_refused_before_anything_runs(here, vae):
     settings = DecodeSettings("portable", "fp32", memory_gib=0.01)
-    with pytest.raises(ResourceError, match=r"needs at least 0\.\d GiB, memory_gib allows 0\.0 GiB"):
+    with pytest.raises(ResourceError, match=r"in bf16 needs at least 0\.\d GiB, memory_gib allows 0\.0 GiB"):
         decode(vae, normal_latents(1), settings)
-    with pytest.raises(ResourceError, match="choose precision bf16, whose weights are smaller"):
-        decode(vae, normal_latents(1), DecodeSettings("portable", "fp16", memory_gib=0.01))
+
+
+@pytest.fixture
+def wide(here, monkeypatch):
+    """A machine that takes fp32 by itself, which has a CPU's weights of another size than bf16, as fp16 has a GPU's."""
+    monkeypatch.setattr(decode_paths, "_auto_precision", lambda path, device, why: ("fp32", why))
+
+
+def test_where_only_bf16_fits_it_is_taken_unless_another_was_asked_for(wide, vae):
+    latents = normal_latents(5, 2, 2)
+    peaks = (PortableDecoder(vae, dtype).peak(PLANS[-1], 2, 2) / 2**30 for dtype in (torch.bfloat16, torch.float32))
+    memory = sum(peaks) / 2
+    chunks = list(decode(vae, latents, DecodeSettings("portable", memory_gib=memory)))
+    assert {chunk.stats.precision for chunk in chunks} == {"bf16"}
+    assert [len(chunk.stats.notes) for chunk in chunks] == [1, 0]
+    assert "in fp32 needs at least" in chunks[0].stats.notes[0] and "goes on in bf16" in chunks[0].stats.notes[0]
+    expected = list(decode(vae, latents, DecodeSettings("portable", "bf16")))
+    assert all(np.array_equal(ours.frames, truth.frames) for ours, truth in zip(chunks, expected, strict=True))
+    assert len(list(float_frames(vae, latents, DecodeSettings("portable", memory_gib=memory)))) == 2
+    with pytest.raises(ResourceError, match=r"in fp32 needs at least .* choose decode precision bf16 \(--decode-prec"):
+        decode(vae, latents, DecodeSettings("portable", "fp32", memory_gib=memory))
+
+
+def test_weights_that_do_not_fit_are_made_in_bf16(wide, vae, monkeypatch):
+    made = decode_paths.fast_decoder
+
+    def full(vae, choice):
+        if choice.precision == "fp32":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return made(vae, choice)
+
+    monkeypatch.setattr("engine.decode.fast_decoder", full)
+    (chunk,) = decode(vae, normal_latents(1, 2, 2), DecodeSettings("portable"))
+    assert chunk.stats.notes == ("CUDA out of memory; decoding goes on in bf16.",)
 
 
 def test_memory_picks_the_plan(here, vae, caplog):

@@ -331,10 +331,14 @@ def test_a_fast_path_takes_more_frames_at_once_and_gives_the_same_bytes(bare_che
     assert np.array_equal(got, portable(latents, bare_checkpoint, precision)) and lengths == [1, 16, 16]
 
 
+def decoder_of(bare_checkpoint, dtype):
+    return PortableDecoder(torch.load(bare_checkpoint / BARE, weights_only=False), dtype)
+
+
 def test_a_budget_of_memory_makes_all_ranks_cut_alike(bare_checkpoint, group):
     """Between what the larger and what the smaller band take: left to themselves they would exchange other shapes."""
     latents = normal_latents(9, 5, 8)
-    decoder = PortableDecoder(torch.load(bare_checkpoint / BARE, weights_only=False), torch.float32)
+    decoder = decoder_of(bare_checkpoint, torch.float32)
     low, high = (decoder.peak(cuts(2)[2], rows, 8) for rows in (2, 3))
     settings = DecodeSettings("portable", "fp32", memory_gib=(low + high) / 2 / GIB)
     most, group.most = group.most, 2
@@ -346,6 +350,14 @@ def test_a_budget_of_memory_makes_all_ranks_cut_alike(bare_checkpoint, group):
         assert np.array_equal(got, portable(latents, bare_checkpoint, "fp32")) and lengths == [1, 16, 16]
         with pytest.raises(ResourceError, match=r"rank 0 \(cpu\): .* memory_gib allows 0\.0 GiB"):
             frames_of(group, latents, DecodeSettings("portable", "fp32", memory_gib=0.01))
+        half = (decoder_of(bare_checkpoint, dtype).peak(cuts(2)[-1], 3, 8) for dtype in (torch.bfloat16, torch.float32))
+        settings = DecodeSettings("portable", "fp32", memory_gib=sum(half) / 2 / GIB)
+        with pytest.raises(ResourceError, match=r"in fp32 .* In bf16 it fits: choose decode precision bf16"):
+            frames_of(group, latents, settings)
+        plan = group._agreed(latents, settings)
+        plan.asked = False
+        plan, cut = group._fitting(plan, 0)
+        assert (plan.choice.precision, cut) == ("bf16", 4) and "goes on in bf16" in plan.notes[0]
         assert group.group.alive
     finally:
         group.most = most
