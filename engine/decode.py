@@ -109,13 +109,15 @@ class DecodeRun:
         return denormalise(latents, self.config)[0].to(self.dtype)
 
     def frames(self, span: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same as uint8 [t, H, W, 3], each piece with a boolean on the device: whether all of it was finite."""
+        """The same as uint8 [t, H, W, 3], each piece with int32 [1] on the device: 0 if anything of the pass so far was
+        not finite."""
         if self.fast is not None:
-            for frames, flag in self.fast.frames(self._latents(span), self.state):
-                yield frames, flag[0] != 0
+            yield from self.fast.frames(self._latents(span), self.state)
             return
+        finite = torch.ones(1, dtype=torch.int32, device=self.device)
         for piece in self.pieces(span):
-            yield _to_bytes(piece), _finite(piece)
+            finite = finite * _finite(piece)
+            yield _to_bytes(piece), finite
 
     def floats(self, span: slice) -> tuple[Tensor, bool]:
         """Our rows of one pass before rounding, fp32 [t, 3, H, W] in [-1, 1], and whether all were finite."""
@@ -267,8 +269,8 @@ class Pending:
     def __init__(self, copy: HostCopy, span: slice) -> None:
         self.copy, self.span, self.began = copy, span, time.perf_counter()
         self.buffer, self.done, self.event = copy.ring.next(), 0, None
-        self.flag = torch.empty(1, dtype=torch.bool, pin_memory=copy.cuda)
-        self._pieces, self._finite = copy.run.frames(span), []
+        self.flag = torch.empty(1, dtype=torch.int32, pin_memory=copy.cuda)
+        self._pieces, self._finite = copy.run.frames(span), None
 
     def advance(self) -> bool:
         """Queue the next piece of the pass; False once all of it is queued."""
@@ -277,11 +279,11 @@ class Pending:
             if frames is not None:
                 ours = self.buffer[:, self.copy.run.rows.pixels]
                 self.copy.copy(frames, ours[self.done : self.done + len(frames)])
-                self._finite.append(finite)
+                self._finite = finite
                 self.done += len(frames)
                 return True
             # Over the copying stream as well: asking the device for it would wait for the pass that is queued next.
-            self.copy.copy(torch.stack(self._finite).all(dim=0, keepdim=True), self.flag)
+            self.copy.copy(self._finite, self.flag)
         self.event = self.copy.stream.record_event() if self.copy.cuda else None
         return False
 

@@ -179,11 +179,12 @@ def start(
 
 def cuts(parts: int) -> list[Cut]:
     """The ways to cut the work, from the usual one down, on a device that has one of so many parts of the rows. If it
-    can, it takes as many times the frames at once: kernels of few rows and few frames end before the host has started
-    the next ones."""
+    can, it takes as many times the frames at once and bands of twice the bytes, for which it has room since its part of
+    the histories is small: kernels of few rows and few frames end before the host has started the next ones."""
     from kernels.vae_decode.plan import PLANS
 
-    longer = dataclasses.replace(PLANS[0], slices=tuple(parts * frames for frames in PLANS[0].slices))
+    usual = PLANS[0]
+    longer = dataclasses.replace(usual, slices=tuple(parts * frames for frames in usual.slices), work=2 * usual.work)
     return [longer, *PLANS] if parts > 1 else list(PLANS)
 
 

@@ -68,11 +68,12 @@ class PortableDecoder:
             yield out
 
     def frames(self, latents: Tensor, state: State) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same as uint8 [t, 16h, 16w, 3], each piece with int32 [1] on the device: 0 if not all is finite."""
+        """The same as uint8 [t, 16h, 16w, 3], each piece with int32 [1] on the device, one for all pieces of a pass: 0
+        from the first value on that is not finite."""
+        finite = torch.ones(1, dtype=torch.int32, device=latents.device)
         for x in self._climb_all(latents, state):
             t, h, w, _ = x.shape
             out = x.new_empty(t, 2 * h, 2 * w, 3, dtype=torch.uint8)
-            finite = torch.ones(1, dtype=torch.int32, device=x.device)
             self.head(x, out, finite, state)
             del x
             yield out, finite
