@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Numbers that follow from a video's size, its length and how the work is cut. Triton makes a kernel of its own for
+# those that are one, and for those that 16 divides: each is compiled, for most of a second, while somebody waits.
+COUNTS = ("t", "columns", "across", "positions", "first", "last", "replaced")
+
 ELEMENTS = 1024  # of one program and frame: eight 16-bit numbers a thread, one load of 16 bytes
 
 

@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
-from kernels.vae_decode.device import activate, block_of, norms_of, settle, sizes_of, sums_of, vector
+from kernels.vae_decode.device import COUNTS, activate, block_of, norms_of, settle, sizes_of, sums_of, vector
 from kernels.vae_decode.geometry import check_enlarge, check_frames, check_stencil, check_sum
 from kernels.vae_decode.tile_passes import write_outputs, write_tiles
 
 __all__ = ["add", "enlarge", "stencil", "write_frames", "write_outputs", "write_tiles"]
 
 
-@triton.jit(do_not_specialize=["first", "last", "replaced"])  # which would compile a kernel for each kind of band
+@triton.jit(do_not_specialize=COUNTS)
 def _frames(
     out, x, gain, bias, history, t, columns, positions, first, last, replaced,
     x_frame, x_row, x_column, out_frame, history_frame,
@@ -49,7 +49,7 @@ def _frames(
     tl.store(memory + history_frame, newer, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _add(
     out, y, bias, residual, positions, out_frame, y_frame, residual_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -62,7 +62,7 @@ def _add(
     settle(out + frame * out_frame + own, residual + frame * residual_frame + own, v, biases, mask, RESIDUAL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _enlarge(
     out, z, bias, source, columns, positions, out_frame, z_frame, source_frame,
     C: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
@@ -81,7 +81,7 @@ def _enlarge(
         settle(target, near + k * STRIDE // 4, v, biases, mask, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _stencil(
     out, values, bias, finite, columns, out_frame, values_frame,
     S: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.launch import launch
 from kernels.vae_decode import winograd
-from kernels.vae_decode.device import block_of, settle, sizes_of, sums_of, vector, while_left
+from kernels.vae_decode.device import COUNTS, block_of, settle, sizes_of, sums_of, vector, while_left
 from kernels.vae_decode.geometry import check_outputs, check_tiles
 
 NEAR, FAR = tl.constexpr(winograd.NEAR), tl.constexpr(winograd.FAR)
@@ -99,7 +99,7 @@ def _store_six(target, step, v0, v1, v2, v3, v4, v5, mask):
     return target + step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _tiles(
     out, frames, t, positions, frame, out_phase, out_tile,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
@@ -110,7 +110,7 @@ def _tiles(
     _store_six(out + k * out_tile + own, out_phase, v0, v1, v2, v3, v4, v5, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _wide_tiles(
     out, frames, t, across, columns, positions, frame, out_phase, out_tile,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
@@ -158,7 +158,7 @@ def _settle_four(
     settle(out, residual, y3, bias, while_left(mask, left - 3), RESIDUAL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _frames_of(
     out, products, bias, residual, t, positions, phase, tile, out_frame, residual_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -182,7 +182,7 @@ def _four_columns(source, step, mask):
     return y0, y1, y2, y3, source + 6 * step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _wide_frames_of(
     out, products, bias, residual, t, across, columns, positions, phase, tile, out_frame, residual_frame,
     C: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,

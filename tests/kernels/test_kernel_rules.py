@@ -52,6 +52,18 @@ def test_everything_but_device_code_imports_without_triton():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
 
 
+def test_another_size_of_video_compiles_no_kernel():
+    """A request would wait for it: most of a second for each of twenty, when it was so."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(ROOT / "tests/kernels/decoder_variants.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    first, *others = json.loads(result.stdout.splitlines()[-1]).values()
+    assert 10 < first < 30 and len(others) == 5 and not any(others), result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_and_move_sixteen_bytes_at_a_time(tmp_path, capability):
