@@ -48,16 +48,10 @@ def agree(name, out, *arguments, changes=()):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_frames(dtype, shape):
     t, h, w, c = shape
-    x, history = drawn(t, h + 2, w, c + 8, dtype=dtype)[:, 1:-1, :, 8:], drawn(2, h, w, c, dtype=dtype)
-    agree(
-        "write_frames",
-        torch.empty(t + 2, h, w, c, dtype=dtype, device="cuda"),
-        x,
-        drawn(c),
-        drawn(c),
-        history,
-        changes=(3,),
-    )
+    """With a row of zeros above, and two rows of history that stay."""
+    x, history = drawn(t, h + 2, w, c + 8, dtype=dtype)[:, 1:-1, :, 8:], drawn(2, h + 1, w, c, dtype=dtype)
+    out = torch.empty(t + 2, h + 1, w, c, dtype=dtype, device="cuda")
+    agree("write_frames", out, x, drawn(c), drawn(c), history, 1, 2, changes=(3,))
 
 
 @DTYPES
