@@ -22,7 +22,7 @@ from kernels.build import arch, store
 from kernels.build.arch import Target
 from kernels.checks import HALF, check_dtype, once
 from kernels.launch import current
-from kernels.vae_decode.geometry import check_direct, check_phases, check_stencil, require
+from kernels.vae_decode.geometry import check_beside, check_direct, check_phases, check_stencil, require
 from kernels.vae_decode.recipe import ELEMENTS, RECIPE
 from kernels.vae_decode.tiles import Row, choose_tile
 
@@ -175,6 +175,7 @@ class Built:
     ) -> None:
         """As `Convolver.direct`; bias and residual are added in fp32 before the one rounding."""
         check_direct(buffer, weight, bias, residual, out, pad_rows)
+        check_beside(out, residual)
         self._check(buffer, buffer=buffer, weight=weight, bias=bias, residual=residual, out=out)
         columns = weight.shape[3] // 2
         frame = out[0].numel()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.vae_decode.geometry import check_direct, check_phases
+from kernels.vae_decode.geometry import check_beside, check_direct, check_phases
 
 
 class Convolver(Protocol):
@@ -79,6 +79,7 @@ class Cudnn:
     ) -> None:
         """As `Convolver.direct`."""
         check_direct(buffer, weight, bias, residual, out, pad_rows)
+        check_beside(out, residual)
         volume = _volume(buffer)
         kernel, extra = weight.permute(0, 4, 1, 2, 3), pad_rows[0] - pad_rows[1]
         target = _volume(out)

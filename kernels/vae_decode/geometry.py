@@ -59,6 +59,22 @@ def _pads(pad: tuple[int, int], name: str) -> None:
     require(len(pad) == 2 and set(pad) <= {0, 1}, f"{name} = {pad}: zeros are added as 0 or 1 on each of two sides")
 
 
+def check_beside(out: Tensor, residual: Tensor | None) -> None:
+    """ValueError where a residual of out's shape shares a part of its memory, which would be read after it was written.
+    It may be out itself. Addresses are looked at, so this is checked at every call."""
+    if residual is None:
+        return
+    away, size, t = residual.data_ptr() - out.data_ptr(), out.element_size(), len(out)
+    ours, theirs = size * out.stride(0), size * residual.stride(0)
+    if away == 0 and (ours == theirs or t == 1):
+        return
+    frame = size * out[0].numel()
+    # Bands of rows of one tensor lie between one another and share nothing.
+    near = -(t - 1) * theirs - frame < away < (t - 1) * ours + frame
+    shared = near and any(abs(away + i * theirs - j * ours) < frame for i in range(t) for j in range(t))
+    require(not shared, "the residual shares a part of its memory with out; give out itself, or one apart from it")
+
+
 @once
 def check_direct(
     buffer: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.launch import launch
 from kernels.vae_decode.device import COUNTS, activate, block_of, norms_of, settle, sizes_of, sums_of, vector
-from kernels.vae_decode.geometry import check_enlarge, check_frames, check_stencil, check_sum
+from kernels.vae_decode.geometry import check_beside, check_enlarge, check_frames, check_stencil, check_sum
 from kernels.vae_decode.tile_passes import write_outputs, write_tiles
 
 __all__ = ["add", "enlarge", "stencil", "write_frames", "write_outputs", "write_tiles"]
@@ -127,6 +127,7 @@ def write_frames(
 def add(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """As `reference.add`."""
     check_sum(out, y, bias, residual)
+    check_beside(out, residual)
     t, h, w, o = out.shape
     sizes = sizes_of(o)
     beside = out if residual is None else residual

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.vae_decode.geometry import (
+    check_beside,
     check_direct,
     check_enlarge,
     check_frames,
@@ -38,6 +39,7 @@ class Reference:
     ) -> None:
         """As `Convolver.direct`."""
         check_direct(buffer, weight, bias, residual, out, pad_rows)
+        check_beside(out, residual)
         columns = weight.shape[3] // 2
         volume = F.pad(buffer.to(self.wide), (0, 0, columns, columns, *pad_rows)).permute(3, 0, 1, 2).unsqueeze(0)
         y = F.conv3d(volume, weight.to(self.wide).permute(0, 4, 1, 2, 3))[0].permute(1, 2, 3, 0)
@@ -103,6 +105,7 @@ def write_tiles(out: Tensor, frames: Tensor) -> None:
 def add(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """out = y + bias + residual, each [t, h, w, o], in fp32, rounded once. residual may be out."""
     check_sum(out, y, bias, residual)
+    check_beside(out, residual)
     total = y.float() if bias is None else y.float() + bias
     out.copy_(total if residual is None else total + residual)
 

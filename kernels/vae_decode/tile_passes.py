@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.launch import launch
 from kernels.vae_decode import winograd
 from kernels.vae_decode.device import COUNTS, block_of, settle, sizes_of, sums_of, vector, while_left
-from kernels.vae_decode.geometry import check_outputs, check_tiles
+from kernels.vae_decode.geometry import check_beside, check_outputs, check_tiles
 
 NEAR, FAR = tl.constexpr(winograd.NEAR), tl.constexpr(winograd.FAR)
 NEAR_2, FAR_2 = tl.constexpr(winograd.NEAR**2), tl.constexpr(winograd.FAR**2)
@@ -241,6 +241,7 @@ def write_tiles(out: Tensor, frames: Tensor) -> None:
 def write_outputs(out: Tensor, products: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """As `reference.write_outputs`."""
     check_outputs(out, products, bias, residual)
+    check_beside(out, residual)
     t, h, w, o = out.shape
     phases, n, _, across, _ = products.shape
     sizes, flags = _sizes(o), sums_of(bias, residual)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kernels.vae_decode.convolve import Cudnn
 from kernels.vae_decode.reference import Reference
 
+STREAM = torch.zeros(3, 5, 6, 16)
 CONVOLVERS = pytest.mark.parametrize(
     "convolver", [Cudnn(), Reference(), Reference(torch.float64)], ids=["torch", "fp32", "fp64"]
 )
@@ -83,6 +84,7 @@ def test_phases_are_so_many_convolutions(convolver, kernel, rows, columns):
         ({"residual": drawn(2, 4, 6, 16)}, r"residual must be \[2, 5, 6, 16\]"),
         ({"out": drawn(2, 5, 6, 8)}, r"out must be \[2, 5, 6, 16\]"),
         ({"pad_rows": (2, 0)}, "pad_rows"),
+        ({"out": STREAM[:2], "residual": STREAM[1:]}, "residual shares a part of its memory with out"),
     ],
 )
 def test_direct_refuses_what_does_not_fit(convolver, change, words):

@@ -93,6 +93,36 @@ def test_sums_may_be_written_over_the_residual(dtype):
     assert torch.equal(stream, wanted)
 
 
+STREAM = torch.zeros(8, 6, 3, 8)
+OVERLAPS = [  # of [4, 2, 3, 8]: out, residual, whether they are refused
+    (STREAM[:4, :2], STREAM[:4, :2], False),
+    (STREAM[:4, :2], STREAM[:4, 2:4], False),
+    (STREAM[:4, 2:4], STREAM[3:7, :2], False),
+    (STREAM[:4, :2], STREAM[4:, :2], False),
+    (STREAM[::2, :2], STREAM[1::2, :2], False),
+    (STREAM[:4, :2], STREAM[:4, 1:3], True),
+    (STREAM[:4, 1:3], STREAM[:4, :2], True),
+    (STREAM[:4, :2], STREAM[1:5, :2], True),
+    (STREAM[3:7, :2], STREAM[:4, :2], True),
+    (STREAM[:4, :2], STREAM[::2, :2], True),
+]
+
+
+@pytest.mark.parametrize("module", [passes, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("out, residual, refused", OVERLAPS)
+def test_a_residual_is_out_itself_or_apart_from_it(module, out, residual, refused):
+    calls = (
+        lambda: module.add(out, drawn(4, 2, 3, 8), None, residual),
+        lambda: module.write_outputs(out, drawn(6, 1, 2, 3, 8), None, residual),
+    )
+    for call in calls:
+        if refused:
+            with pytest.raises(ValueError, match="residual shares a part of its memory with out; give out itself"):
+                call()
+        else:
+            call()
+
+
 @DTYPES
 @pytest.mark.parametrize("stride", [1, 2, 4])
 def test_upsampling_finds_pixels_and_shortcut(dtype, stride):
