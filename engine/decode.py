@@ -9,7 +9,6 @@ wider type, without a word lost: what was delivered stays, and the next chunk ca
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,10 +263,10 @@ class HostCopy:
 
 
 class Pending:
-    """A pass on its way. span: its latent frames; began: when, by `time.perf_counter`."""
+    """A pass on its way. span: its latent frames."""
 
     def __init__(self, copy: HostCopy, span: slice) -> None:
-        self.copy, self.span, self.began = copy, span, time.perf_counter()
+        self.copy, self.span = copy, span
         self.buffer, self.done, self.event = copy.ring.next(), 0, None
         self.flag = torch.empty(1, dtype=torch.int32, pin_memory=copy.cuda)
         self._pieces, self._finite = copy.run.frames(span), None
@@ -302,7 +301,7 @@ class Pending:
         plan = self.copy.run.plan
         if not self.wait():
             raise plan.not_finite(self.span)
-        return plan.deliver(self.span, self.buffer[: self.done].numpy(), time.perf_counter() - self.began)
+        return plan.deliver(self.span, self.buffer[: self.done].numpy())
 
 
 def _deliver(run: DecodeRun, stop: Callable[[], bool]) -> Iterator[FrameChunk]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,10 +32,9 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkStats:
-    """seconds: from the start of the pass until its frames were handed out; latents: latent frames of the pass; notes:
-    what people should know before they see it, such as that another precision took over."""
+    """latents: latent frames of the pass; notes: what people should know before they see it, such as that another
+    precision took over."""
 
-    seconds: float
     latents: int
     path: str
     precision: str
@@ -87,9 +85,9 @@ class Plan:
         start = video_frames(span.start) if span.start else 0
         return start, video_frames(span.stop) - start
 
-    def deliver(self, span: slice, frames: np.ndarray, seconds: float) -> FrameChunk:
+    def deliver(self, span: slice, frames: np.ndarray) -> FrameChunk:
         """The chunk of a pass, from its frames on the host."""
-        stats = ChunkStats(seconds, span.stop - span.start, self.choice.path, self.choice.precision, self.notes)
+        stats = ChunkStats(span.stop - span.start, self.choice.path, self.choice.precision, self.notes)
         self.notes = ()
         return FrameChunk(self.chunk(span)[0], frames, stats)
 
@@ -122,11 +120,6 @@ class Arrivals:
 
     def __init__(self, plan: Plan, ring: np.ndarray, done: int) -> None:
         self.plan, self.ring, self.done = plan, ring, done
-        self.began: dict[int, float] = {}
-
-    def begin(self, index: int) -> None:
-        """Note that a pass begins."""
-        self.began[index] = time.perf_counter()
 
     def of(self, answers: list[list[tuple[int, bool]]]) -> Iterator[FrameChunk]:
         """The chunks that every device has now finished. answers: of each, passes and whether their values were
@@ -138,7 +131,7 @@ class Arrivals:
                 raise self.plan.not_finite(span)
             if index >= self.done:
                 frames = self.ring[index % len(self.ring)][: self.plan.chunk(span)[1]]
-                yield self.plan.deliver(span, frames, time.perf_counter() - self.began[index])
+                yield self.plan.deliver(span, frames)
 
 
 def _checked(latents: Tensor, channels: int) -> Tensor:

@@ -240,7 +240,6 @@ class GroupExecutor:
                 if stop():
                     yield from arrivals.of(ask("decode_drain"))
                     raise plan.cancelled(span)
-                arrivals.begin(index)
                 yield from arrivals.of(ask("decode_pass", index))
             yield from arrivals.of(ask("decode_drain"))
 

@@ -69,7 +69,6 @@ def test_one_frame_alone(vae):
 def test_stats_say_what_ran(vae):
     chunk = next(decode(vae, normal_latents(1), DecodeSettings(precision="fp32")))
     assert (chunk.stats.latents, chunk.stats.path, chunk.stats.precision) == (1, "plain", "fp32")
-    assert 0 < chunk.stats.seconds < 60
 
 
 @pytest.fixture(params=[0, 1], ids=["as on a CPU", "one pass ahead, as on CUDA"])
