@@ -4,7 +4,7 @@ The transformer is built with random weights in the released dtypes on the devic
 denoised for a few steps with both guidance branches, the latents are decoded, the frames come to the host and, where
 there is an ffmpeg, go into a file. Shapes and finiteness are checked. Printed are seconds a step, what 50 steps would
 take, the peak of memory by stage and how fast a few shards of true shape load; the last line is JSON. `--small` runs
-the same on a CPU with a toy configuration in seconds.
+the same with a toy configuration in seconds, on a CPU unless `--device` says otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from engine.arguments import exit_code
+from engine.devices import RULE
 from engine.errors import EngineError
 from engine.settings import Attention, AutoSwitch, DecodePath, DenoiseSettings, Offload, Precision, Quality
 
@@ -39,8 +40,8 @@ def missing() -> str | None:
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     parser = argparse.ArgumentParser("python -m engine.rehearse", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--small", action="store_true", help="a toy configuration, for a CPU")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--small", action="store_true", help="a toy configuration, on a CPU if nothing else is said")
+    parser.add_argument("--device", help=f"{RULE} (default: auto, with --small cpu); the first one is taken")
     parser.add_argument("--frames", type=int, help="4n + 1 (default: 121)")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         decoder = None if given.decoder == "none" else given.decoder
         scene = (SMALL if given.small else FULL).changed(**sizes)
-        rehearse(scene, "cpu" if given.small else given.device, settings, decoder, given.folder)
+        rehearse(scene, given.device or ("cpu" if given.small else "auto"), settings, decoder, given.folder)
     except EngineError as error:
         return exit_code(error)
     return 0

@@ -114,3 +114,17 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(monkeypatch):
 def test_sizes_that_no_model_takes_are_refused(size):
     with pytest.raises(RequestError, match="multiples of 32 from 32 on"):
         rehearsal.FULL.changed(**size)
+
+
+@pytest.mark.parametrize("given, device", [([], "auto"), (["--device", "1"], "1")])
+@pytest.mark.parametrize("small", [False, True])
+def test_a_toy_runs_on_the_device_that_is_asked_for_else_on_the_cpu(monkeypatch, given, device, small):
+    asked = []
+    monkeypatch.setattr("engine.rehearsal.rehearse", lambda scene, device, *_: asked.append(device))
+    assert rehearse.main([*given, *["--small"] * small]) == 0
+    assert asked == ["cpu" if small and not given else device]
+
+
+def test_a_device_that_is_absent_is_refused_for_a_toy_as_well(capsys):
+    assert rehearse.main(["--small", "--device", "99"]) == 2
+    assert "GPU" in capsys.readouterr().err
