@@ -63,8 +63,8 @@ class CausalConv:
     def __call__(
         self, x: Tensor, out: Tensor, state: State, residual: Tensor | None = None, before: Tensor | None = None
     ) -> None:
-        """out [t, h, w, o] = convolution of x [t, h, w, c] + bias + residual, which may be out; before: a bias that x
-        still lacks."""
+        """out [t, h, w, o] = convolution of x [t, h, w, c] + bias + residual. The residual may be out, x may not: bands
+        read some of its rows twice. before: a bias that x still lacks."""
         first = state.first(self.name)
         if self.way == "direct":
             self._direct(x, out, state, residual, before)
