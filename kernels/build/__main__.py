@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -67,9 +66,9 @@ def _list() -> int:
 
 
 def _line(file) -> str:
-    key = json.loads((file.parent / cache.KEY_FILE).read_text(encoding="utf-8"))
-    made_with = ", ".join(f"{name} {key[name]}" for name in ("nvcc", "cutlass"))
-    return f"{key['target']}  {in_words(file.stat().st_size)}  {made_with}  {file}"
+    key = cache.read_key(file.parent / cache.KEY_FILE)
+    made_with = ", ".join(f"{name} {key.get(name, 'unknown')}" for name in ("nvcc", "cutlass"))
+    return f"{file.parent.parent.name}  {in_words(file.stat().st_size)}  {made_with}  {file}"
 
 
 if __name__ == "__main__":

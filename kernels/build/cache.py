@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import stat
 import tempfile
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import ResourceError
+
+log = logging.getLogger(__name__)
 
 APP = "pan2-demo"
 KEY_FILE = "key.json"
@@ -73,11 +76,22 @@ def hashes(folder: Path, names: list[str]) -> dict[str, str]:
 
 def differences(parts: dict[str, object], target_folder: Path) -> list[str]:
     """Which parts of the key differ from those of the newest object in a target's folder; empty where there is none."""
-    keys = sorted(target_folder.glob(f"*/{KEY_FILE}"), key=lambda path: path.stat().st_mtime)
-    if not keys:
-        return []
-    newest = json.loads(keys[-1].read_text(encoding="utf-8"))
-    return sorted(name for name in {*parts, *newest} if parts.get(name) != newest.get(name))
+    keys = sorted(target_folder.glob(f"*/{KEY_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = next(filter(None, map(read_key, keys)), None)
+    return sorted(name for name in {*parts, *newest} if parts.get(name) != newest.get(name)) if newest else []
+
+
+def read_key(file: Path) -> dict[str, object]:
+    """What an object's key was made of; empty, with a warning, where the file is damaged: that object is as good as not
+    there."""
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(parts, dict):
+            raise ValueError("it holds no table")
+    except (OSError, ValueError) as error:
+        log.warning("%s can't be read (%s): what is built there is taken for not there.", file, error)
+        return {}
+    return parts
 
 
 @contextmanager

@@ -80,14 +80,14 @@ def state(recipe: Recipe, target: Target, tools: Toolchain) -> tuple[bool, list[
     """Whether the cache has the object, and if not, which parts of the key differ from the newest one's there."""
     parent = cache.private(cache.root() / target.name)
     parts = _parts(recipe, target, tools)
-    there = (parent / cache.digest(parts) / recipe.file).is_file()
+    there = _is_whole(parent / cache.digest(parts), recipe)
     return there, [] if there else cache.differences(parts, parent)
 
 
 def _of_any_tools(recipe: Recipe, target: Target, parent: Path, say: Say) -> ctypes.CDLL | None:
     wanted = source_parts(recipe, target)
     for key in sorted(parent.glob(f"*/{cache.KEY_FILE}")):
-        parts = json.loads(key.read_text(encoding="utf-8"))
+        parts = cache.read_key(key)
         if all(parts.get(name) == value for name, value in wanted.items()):
             found = _load(key.parent, recipe, say)
             if found:
@@ -95,10 +95,14 @@ def _of_any_tools(recipe: Recipe, target: Target, parent: Path, say: Say) -> cty
     return None
 
 
+def _is_whole(folder: Path, recipe: Recipe) -> bool:
+    return (folder / recipe.file).is_file() and bool(cache.read_key(folder / cache.KEY_FILE))
+
+
 def _load(folder: Path, recipe: Recipe, say: Say) -> ctypes.CDLL | None:
     """The object if it is there and loads. One that does not load is taken for not there; the builder replaces it."""
     file = folder / recipe.file
-    if not file.is_file():
+    if not _is_whole(folder, recipe):
         return None
     cache.private(folder)
     try:

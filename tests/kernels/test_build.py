@@ -464,3 +464,24 @@ def test_a_key_file_is_plain_json(tools, recipe):
     (file,) = (tools / "cache/sm_90a").glob("*/key.json")
     assert set(json.loads(file.read_text())) == {"target", "sources", "flags", "nvcc", "compiler", "cutlass"}
     assert isinstance(ctypes.CDLL(str(file.with_name("libtoy.so"))), ctypes.CDLL)
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b'{"target": "sm_', b"[]", b"\xff\xfe"], ids=["empty", "cut", "list", "binary"]
+)
+def test_an_object_with_a_damaged_key_is_as_good_as_not_there(tools, recipe, monkeypatch, caplog, capsys, damaged):
+    store.ensure(recipe, HOPPER, print)
+    (file,) = (tools / "cache/sm_90a").glob("*/key.json")
+    file.write_bytes(damaged)
+    found = preflight.toolchain([HOPPER], tools)
+    assert store.state(recipe, HOPPER, found) == (False, [])
+    assert f"{file} can't be read" in caplog.text and "taken for not there" in caplog.text
+    with monkeypatch.context() as without:
+        without.setattr(command, "RECIPE", recipe)
+        assert command.main(["--list"]) == 0 and "sm_90a" in capsys.readouterr().out
+        without.setattr(preflight, "find_nvcc", lambda: None)
+        assert "no nvcc" in store.obtainable(recipe, HOPPER)
+        with pytest.raises(preflight.MissingError):
+            store.ensure(recipe, HOPPER, print)
+    assert store.ensure(recipe, HOPPER, print).answer() == 42 and calls(tools) == 6
+    assert store.state(recipe, HOPPER, found) == (True, [])
