@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from presets.tiny import world
+from presets.tiny.going_on import no_poses
 from presets.tiny.vocabulary import COLOURS, GROUNDS, KINDS, SHAPES, Words
 
 STRIDE = 4  # every fourth frame is read
@@ -30,7 +31,7 @@ TURNED = 0.88  # outlines that overlap less than this with the first frame's hav
 @dataclass(frozen=True)
 class ThingSeen:
     """solid: one part of one colour; match: overlap (intersection over union) of the outline with the named shape's;
-    shape_at_end: what the last frame alone shows."""
+    shape_at_end: what the last frame alone shows; kept: mean overlap over all frames with that shape at any angle."""
 
     colour: str
     shape: str
@@ -38,6 +39,7 @@ class ThingSeen:
     solid: bool
     match: float
     shape_at_end: str
+    kept: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,17 @@ def _all_grounds(device: torch.device) -> world.Scenes:
         axis.flatten() for axis in np.meshgrid(range(len(KINDS)), range(len(GROUNDS)), range(5), indexing="ij")
     )
     empty = np.zeros((len(kind), 0), dtype=np.int64)
-    return world.Scenes(empty, empty, empty, kind, ground, camera, np.zeros((len(kind), 0, 3)), np.zeros(len(kind)))
+    return world.Scenes(
+        empty,
+        empty,
+        empty,
+        kind,
+        ground,
+        camera,
+        np.zeros((len(kind), 0, 3)),
+        np.zeros(len(kind)),
+        no_poses(len(kind), 0),
+    )
 
 
 def _render_frames(scenes: world.Scenes, height: int, width: int, frames: Tensor) -> Tensor:
@@ -194,7 +206,7 @@ def _look_at(pixels: Tensor, mask: Tensor, scene: world.Scenes, time: Tensor, wh
     ends = bool(present[-1] == len(area) - 1)
     shape_at_end = _shape(mask[-1:], turned=motion == "spin")[0] if ends else "none"
     solid = whole and coherence > 0.75 and len(present) >= 0.9 * len(area)
-    return ThingSeen(colour, shape, motion, solid, match, shape_at_end)
+    return ThingSeen(colour, shape, motion, solid, match, shape_at_end, _kept(mask, shape))
 
 
 def _colour(pixels: Tensor, mask: Tensor) -> tuple[str, float]:
@@ -276,3 +288,8 @@ def _shape(mask: Tensor, turned: bool) -> tuple[str, float]:
     overlap = _overlap(_outlines(mask)[:, None, None], known[None])  # [t, shapes, turns]
     means = overlap.amax(2).mean(0)
     return SHAPES[int(means.argmax())], float(means.max())
+
+
+def _kept(mask: Tensor, shape: str) -> float:
+    known = _shape_outlines(mask.device)[SHAPES.index(shape)]
+    return float(_overlap(_outlines(mask)[:, None], known[None]).amax(1).mean())

@@ -51,7 +51,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Trial:
-    """A set of held-out scenes. share: of the count; words: "usual" or "varied" captions."""
+    """A set of held-out scenes. share: of the count; words: "usual" or "varied" captions; edge: going on from a thing
+    at the left or right edge, of any size; spins: things that spin alone."""
 
     name: str
     share: float
@@ -60,10 +61,14 @@ class Trial:
     image: bool = False
     moving_camera: bool = False
     words: str = "usual"
+    edge: bool = False
+    spins: bool = False
 
 
 TRIALS = (
     Trial("one", 1.0),
+    Trial("going on", 0.3, image=True, edge=True),
+    Trial("spin", 0.2, spins=True),
     Trial("two", 0.2, things=2),
     Trial("image", 0.2, image=True),
     Trial("camera", 0.15, moving_camera=True),
@@ -140,7 +145,14 @@ class Parts:
 
 def scenes_of(trial: Trial, count: int) -> world.Scenes:
     rng = np.random.default_rng(20_000 + sum(map(ord, trial.name)))
-    return world.sample(count, trial.things, rng, moving_camera=trial.moving_camera, wide=trial.image, held_out=True)
+    options = {"moving_camera": trial.moving_camera, "spins": float(trial.spins), "held_out": True}
+    if not trial.edge:
+        return world.sample(count, trial.things, rng, wide=trial.image, **options)
+    scenes = world.sample(count, trial.things, rng, anywhere=True, **options)
+    x, y, size, angle = np.moveaxis(scenes.pose, 2, 0)
+    # Whole and upright, for the checker compares what does not spin with upright shapes.
+    pose = np.stack([np.sign(x), y.clip(-1, 1), size, 0 * angle], axis=2)
+    return dataclasses.replace(scenes, pose=pose)
 
 
 def captions_of(trial: Trial, scenes: world.Scenes) -> list[str]:
@@ -159,6 +171,10 @@ class Outcome:
     def accuracy(self) -> dict[str, float]:
         keys = self.scores[0]
         return {key: round(float(np.mean([row[key] for row in self.scores])), 4) for key in keys}
+
+    def kept(self) -> float:
+        """The mean over all frames of how well outlines overlap with that shape at any angle."""
+        return round(float(np.mean([thing.kept for seen in self.seen for thing in seen.things] or [0.0])), 4)
 
     def match(self) -> float:
         """Mean overlap of the outlines with the shapes that were recognised."""
@@ -244,7 +260,8 @@ def evaluate(parts: Parts, count: int, sampling: Sampling, sheets: Path | None) 
     failures: list[tuple[Tensor, str]] = []
     for trial in TRIALS:
         outcome = run_trial(parts, trial, max(1, round(trial.share * count)), sampling)
-        trials[trial.name] = {"prompts": len(outcome.captions), "match": outcome.match(), **outcome.accuracy()}
+        overlaps = {"match": outcome.match(), "kept": outcome.kept()}
+        trials[trial.name] = {"prompts": len(outcome.captions), **overlaps, **outcome.accuracy()}
         print(json.dumps({trial.name: trials[trial.name]}), flush=True)
         if sheets:
             name = f"sheet_{trial.name.replace(' ', '_')}.jpg"
@@ -272,6 +289,9 @@ def _summary(trials: dict[str, dict[str, object]]) -> dict[str, object]:
         "portrait": trials["portrait"]["all_three"],
         "square": trials["square"]["all_three"],
         "varied_words": trials["varied words"]["all_three"],
+        "going_on_motion": trials["going on"]["motion"],
+        "going_on_recognisable": trials["going on"]["recognisable"],
+        "spin_recognisable": trials["spin"]["recognisable"],
     }
 
 

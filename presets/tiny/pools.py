@@ -15,11 +15,12 @@ from presets.tiny.text import PromptIds, equal_lengths
 from presets.tiny.vocabulary import varied_caption
 
 CAPTIONS = 3  # per video
+SPINS = 0.15  # a turning outline is the hardest to keep
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of video. share: of the batches. image: trained as image-to-video; `wide` places are seen only there."""
+    """A kind of video. share: of the batches. image: trained as image-to-video; things begin anywhere only there."""
 
     size: tuple[int, int]
     things: int = 1
@@ -30,15 +31,15 @@ class Kind:
 
 LANDSCAPE, PORTRAIT, SQUARE = (256, 448), (448, 256), (320, 320)
 KINDS = (
-    Kind(LANDSCAPE, share=0.38),
-    Kind(LANDSCAPE, things=2, share=0.13),
+    Kind(LANDSCAPE, share=0.31),
+    Kind(LANDSCAPE, things=2, share=0.11),
     Kind(LANDSCAPE, moving_camera=True, share=0.08),
-    Kind(LANDSCAPE, image=True, share=0.13),
-    Kind(LANDSCAPE, things=2, image=True, share=0.04),
+    Kind(LANDSCAPE, image=True, share=0.21),
+    Kind(LANDSCAPE, things=2, image=True, share=0.05),
     Kind(PORTRAIT, share=0.07),
     Kind(PORTRAIT, things=2, share=0.03),
-    Kind(PORTRAIT, image=True, share=0.03),
-    Kind(SQUARE, share=0.06),
+    Kind(PORTRAIT, image=True, share=0.04),
+    Kind(SQUARE, share=0.05),
     Kind(SQUARE, things=2, share=0.02),
     Kind(SQUARE, image=True, share=0.03),
 )
@@ -92,8 +93,9 @@ def make_pool(
     kind: Kind, count: int, encoder: Encoder, ids: PromptIds, rng: np.random.Generator, frames: int, shrink: int = 1
 ) -> Pool:
     """shrink: divides the size, for a quick trial."""
-    scenes = world.sample(count, kind.things, rng, moving_camera=kind.moving_camera, wide=kind.image)
-    captions = [varied_caption(scenes.words(i), rng, 0.55) for i in range(count) for _ in range(CAPTIONS)]
+    scenes = world.sample(count, kind.things, rng, moving_camera=kind.moving_camera, anywhere=kind.image, spins=SPINS)
+    words = [scenes.words(i) for i in range(count)]
+    captions = [varied_caption(one, rng, 0.55, shown=kind.image) for one in words for _ in range(CAPTIONS)]
     size = (kind.size[0] // shrink, kind.size[1] // shrink)
     pool = Pool(kind, encoder(scenes, size, frames), ids(captions))
     pool.regroup()
@@ -105,4 +107,10 @@ def replace_in_pool(pool: Pool, fresh: Pool, first: int) -> None:
     count = len(fresh.latents)
     pool.latents[first : first + count] = fresh.latents
     pool.ids[first * CAPTIONS : (first + count) * CAPTIONS] = fresh.ids
+    pool.regroup()
+
+
+def extend_pool(pool: Pool, fresh: Pool) -> None:
+    pool.latents = torch.cat((pool.latents, fresh.latents))
+    pool.ids += fresh.ids
     pool.regroup()

@@ -56,9 +56,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a few steps at a toy size")
     parser.add_argument("--vae-seconds", type=float, default=VaePlan.seconds)
     parser.add_argument("--dit-seconds", type=float, default=DitPlan.seconds)
+    parser.add_argument("--until", type=float, default=DitPlan.until, help="ends then at the latest, as of `date +%%s`")
+    parser.add_argument("--fill", type=float, default=DitPlan.fill, help="seconds in which to make --videos")
     parser.add_argument("--begin", type=float, default=DitPlan.begin)
     parser.add_argument("--end", type=float, default=DitPlan.end)
     parser.add_argument("--videos", type=int, default=DitPlan.videos)
+    parser.add_argument("--batches", type=int, nargs=3, default=DitPlan.batches, help="stills, clips, whole videos")
     parser.add_argument("--rate", type=float, default=DitPlan.rate)
     parser.add_argument("--noise", type=float, nargs=3, default=NoiseMix.shares, help="shares: high, middle, uniform")
     parser.add_argument("--no-compile", action="store_true")
@@ -108,7 +111,8 @@ def _dit_plan(options: argparse.Namespace) -> DitPlan:
         return SMOKE_DIT
     return dataclasses.replace(
         DitPlan(), seconds=options.dit_seconds, begin=options.begin, end=options.end, videos=options.videos,
-        rate=options.rate, measured=not options.unmeasured,
+        rate=options.rate, measured=not options.unmeasured, until=options.until, fill=options.fill,
+        batches=tuple(options.batches),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ counts is not the loss but the gap: how much worse the loss is with one wrong wo
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from presets.tiny.flow import NoiseMix, velocity_loss
 from presets.tiny.gaps import Probe
 from presets.tiny.log import TrainingLog
 from presets.tiny.muon import Muon
-from presets.tiny.pools import KINDS, LANDSCAPE, Encoder, Kind, Pool, make_pool, replace_in_pool
+from presets.tiny.pools import KINDS, LANDSCAPE, Encoder, Kind, Pool, extend_pool, make_pool, replace_in_pool
 from presets.tiny.text import WIDTH, PromptIds, TrainableText, new_text_model
 
 CONFIG = {
@@ -48,14 +49,18 @@ CLIPS = (1, 5, 13)  # latent frames: a still, 17 frames, 49 frames
 # (from this share of the whole training on, shares of the clips)
 CURRICULUM = ((0.0, (0.8, 0.2, 0.0)), (0.12, (0.5, 0.3, 0.2)), (0.25, (0.2, 0.25, 0.55)), (0.5, (0.08, 0.12, 0.8)))
 ALL_SIZES_FROM = 0.3
+ROUNDS = 4  # in which the pools are filled, so that each has something early
 MUON_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class DitPlan:
-    """seconds: of this run. begin, end: its part of the whole training, 0 to 1; the rate falls from `decay` on."""
+    """seconds: of this run, until: when it ends at the latest (seconds since 1970). begin, end: its part of the whole
+    training, 0 to 1; the rate falls from `decay` on. fill: seconds after which no more videos are made in advance."""
 
     seconds: float = 400.0
+    until: float = math.inf
+    fill: float = math.inf
     begin: float = 0.0
     end: float = 0.4
     decay: float = 0.6
@@ -173,13 +178,20 @@ class Trainer:
 
     def fill_pools(self) -> None:
         begin = time.time()
-        self.pools: list[Pool] = []
-        for kind in KINDS[: self.plan.kinds]:
-            # Whole chunks, because every other batch size would make cuDNN choose its kernels again.
-            chunk = self.encoder.chunk
-            count = max(1, round(self.plan.videos * kind.share / chunk)) * chunk if self.plan.shrink == 1 else 2
-            self.pools.append(self._make(kind, count))
+        self.pools = [self._make(kind, self._share_of_videos(kind)) for kind in KINDS[: self.plan.kinds]]
+        for _ in range(ROUNDS - 1):
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            if time.time() - begin > self.plan.fill:
+                break
+            for pool in self.pools:
+                extend_pool(pool, self._make(pool.kind, self._share_of_videos(pool.kind)))
         self.log.write("pools", took=time.time() - begin, videos=[len(pool.latents) for pool in self.pools])
+
+    def _share_of_videos(self, kind: Kind) -> int:
+        """Of one round; whole chunks, because every other batch size would make cuDNN choose its kernels again."""
+        chunk = self.encoder.chunk
+        return max(1, round(self.plan.videos * kind.share / chunk / ROUNDS)) * chunk if self.plan.shrink == 1 else 2
 
     def _make(self, kind: Kind, count: int) -> Pool:
         return make_pool(kind, count, self.encoder, self.ids, self.rng, self.plan.frames, self.plan.shrink)
@@ -238,10 +250,11 @@ class Trainer:
     def run(self, save: Callable[[], None]) -> None:
         self.measure_speed()
         begin = time.time()
+        seconds = max(0.0, min(self.plan.seconds, self.plan.until - begin))
         last_log, last_check, last_fresh = begin, begin, begin
         losses, since = [], self.step
-        while (now := time.time()) - begin < self.plan.seconds:
-            share = (now - begin) / self.plan.seconds
+        while (now := time.time()) - begin < seconds:
+            share = (now - begin) / seconds
             self.progress = self.plan.begin + share * (self.plan.end - self.plan.begin)
             losses.append(self.train_step())
             if now - last_fresh > self.plan.refresh_every:
@@ -256,6 +269,7 @@ class Trainer:
                     step=self.step,
                     progress=self.progress,
                     loss=loss,
+                    rate=self.rate(),
                     steps_per_second=speed,
                     gap=gap,
                     dropped=self.dropped,

@@ -127,15 +127,16 @@ def caption(scene: Words) -> str:
     return _sentence(scene, [MOTIONS[thing.motion][0] for thing in scene.things], "full")
 
 
-def varied_caption(scene: Words, rng: np.random.Generator, plainness: float = 0.5) -> str:
+def varied_caption(scene: Words, rng: np.random.Generator, plainness: float = 0.5, shown: bool = False) -> str:
     """A sentence for a scene: the usual one with probability `plainness`, else with synonyms and parts left out.
 
-    Parts are left out only where the scene has what is drawn in their absence, so that no caption is ambiguous.
+    Parts are left out only where the scene has what is drawn in their absence, or where a first frame shows them, so
+    that no caption is ambiguous.
     """
     if rng.random() < plainness:
         return caption(scene)
     motions = [_pick(rng, MOTIONS[thing.motion]) for thing in scene.things]
-    text = _sentence(scene, motions, str(rng.choice(_styles(scene))))
+    text = _sentence(scene, motions, str(rng.choice(_styles(scene, shown))))
     text = " ".join(_pick_synonym(rng, word) for word in text.split(" "))
     return _roughen(text, rng)
 
@@ -149,8 +150,10 @@ def _pick_synonym(rng: np.random.Generator, word: str) -> str:
     return _pick(rng, choices) if choices and rng.random() < 0.4 else word
 
 
-def _styles(scene: Words) -> list[str]:
+def _styles(scene: Words, shown: bool) -> list[str]:
     styles = ["full", "ground first"]
+    if shown:
+        styles += ["no ground"] * 2 + ["action"] * 2
     if scene.camera == DEFAULT_CAMERA:
         styles += ["no camera", "no camera"]
         if scene.kind == "plain":
@@ -167,12 +170,14 @@ def _sentence(scene: Words, motions: Sequence[str], style: str) -> str:
     )
     ground = f"on a {scene.kind} {scene.ground} background"
     camera = CAMERAS[scene.camera][0]
+    pairs = zip(scene.things, motions, strict=True)
     return {
         "full": f"{subject} {ground}, {camera}",
         "ground first": f"{ground} {subject}, {camera}",
         "no camera": f"{subject} {ground}",
         "no kind": f"{subject} on {article(scene.ground)} {scene.ground} background",
         "no ground": subject,
+        "action": " and ".join(f"the {thing.shape} {motion}" for thing, motion in pairs),
     }[style]
 
 

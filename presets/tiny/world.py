@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from presets.tiny import going_on
 from presets.tiny.vocabulary import CAMERAS, COLOURS, GROUNDS, KINDS, MOTIONS, SHAPES, Thing, Words
 
 CLIP_FRAMES = 49
@@ -41,6 +42,7 @@ class Scenes:
     camera: np.ndarray  # [n]
     jitter: np.ndarray  # [n, k, 3]: along x, along y, size
     reach: np.ndarray  # [n]: how far the jitter moves a thing, in units
+    pose: np.ndarray  # [n, k, 4]: of the first frame, as of `going_on.draw_poses`; NaN where the motion decides
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -80,17 +82,21 @@ def sample(
     *,
     moving_camera: bool = False,
     wide: bool = False,
+    anywhere: bool = False,
     held_out: bool = False,
+    spins: float = 0.0,
 ) -> Scenes:
     """Random scenes. moving_camera: a patterned ground and a thing that stays in place, so that the camera is seen.
 
-    wide: places vary much, for image-to-video, where the first frame shows them. held_out: only unseen combinations.
+    For image-to-video, where the first frame shows them, wide: places vary much; anywhere: places, sizes and angles are
+    any that another video can end with. held_out: only unseen combinations. spins: this share of the motions is made
+    spinning, besides those that are so anyway.
     """
-    triples = np.stack([_triples(count, rng, moving_camera, held_out) for _ in range(things)], axis=1)
+    triples = np.stack([_triples(count, rng, moving_camera, held_out, spins) for _ in range(things)], axis=1)
     if things == 2:
         same = triples[:, 0, 0] == triples[:, 1, 0]
         while same.any():
-            triples[same, 1] = _triples(int(same.sum()), rng, moving_camera, held_out)
+            triples[same, 1] = _triples(int(same.sum()), rng, moving_camera, held_out, spins)
             same = triples[:, 0, 0] == triples[:, 1, 0]
     reach = 0.035 if not wide else 0.16 if things == 1 else 0.05
     return Scenes(
@@ -100,15 +106,18 @@ def sample(
         camera=rng.integers(1, len(CAMERAS), count) if moving_camera else np.zeros(count, dtype=np.int64),
         jitter=rng.uniform(-1, 1, (count, things, 3)),
         reach=np.full(count, reach),
+        pose=going_on.draw_poses(count, things, rng) if anywhere else going_on.no_poses(count, things),
     )
 
 
-def _triples(count: int, rng: np.random.Generator, steady: bool, held_out: bool) -> np.ndarray:
+def _triples(count: int, rng: np.random.Generator, steady: bool, held_out: bool, spins: float) -> np.ndarray:
     """[count, 3] of colour, shape, motion, by rejection."""
     triples = np.zeros((count, 3), dtype=np.int64)
     left = np.arange(count)
     while len(left):
         motion = rng.choice(STEADY, len(left)) if steady else rng.integers(0, len(MOTIONS), len(left))
+        if spins and not steady:
+            motion = np.where(rng.random(len(left)) < spins, MOTION["spin"], motion)
         drawn = np.stack([rng.integers(0, len(COLOURS), len(left)), rng.integers(0, len(SHAPES), len(left)), motion], 1)
         triples[left] = drawn
         unseen_turn = (drawn[:, 2] == MOTION["spin"]) & np.isin(drawn[:, 1], ROUND)
@@ -132,9 +141,11 @@ def trajectory(scenes: Scenes, time: torch.Tensor, height: int, width: int) -> T
     motion = torch.as_tensor(scenes.motion, device=device)[..., None]
     jitter = torch.as_tensor(scenes.jitter, device=device, dtype=torch.float32)[..., None]
     reach = torch.as_tensor(scenes.reach, device=device, dtype=torch.float32)[:, None, None]
+    pose = torch.as_tensor(scenes.pose, device=device, dtype=torch.float32)
     time = (time[:, None] if time.dim() == 2 else time[None, None]).float()
     cell_x, cell_y, centre_x, centre_y = _cells(scenes.things, height, width, device)
     radius = (RADIUS if scenes.things == 1 else RADIUS_OF_TWO) * (1 + 0.05 * jitter[:, :, 2])
+    radius = radius * pose[:, :, 2:3].nan_to_num(1.0)
     if scenes.things == 2:
         radius = radius.clamp(max=0.6 * min(cell_x, cell_y))
     far_x, far_y = ((cell - MARGIN * radius - 0.03).clamp(min=0.08) for cell in (cell_x, cell_y))
@@ -150,7 +161,16 @@ def trajectory(scenes: Scenes, time: torch.Tensor, height: int, width: int) -> T
     growth = 1 + when("grow", 0.8 * time - 0.5) + when("shrink", 0.3 - 0.8 * time)
     # A place that varies much must not push a thing over the edge in the directions in which it does not move.
     shift_x, shift_y = (torch.minimum(reach, far) * jitter[:, :, i] for i, far in ((0, far_x), (1, far_y)))
-    return Track(x + centre_x + shift_x, y + centre_y + shift_y, radius * growth, when("spin", 4.2 * time).expand_as(x))
+    x, y, angle = x + shift_x, y + shift_y, when("spin", going_on.TURN * time).expand_as(x)
+    if not np.isnan(scenes.pose).all():
+        # One thing may leave the picture; of two each keeps to its part.
+        edge_x, edge_y = (cell_x, cell_y) if scenes.things == 1 else (far_x, far_y)
+        placed = going_on.track(motion, pose, going_on.Room(far_x, far_y, edge_x, edge_y, orbit), time)
+        x, y, growth, angle = (
+            torch.where(pose[:, :, :1].isnan(), usual, other)
+            for usual, other in zip((x, y, growth, angle), placed, strict=True)
+        )
+    return Track(x + centre_x, y + centre_y, radius * growth, angle)
 
 
 def _cells(

@@ -6,6 +6,7 @@ import torch
 
 from presets.tiny import world
 from presets.tiny.checker import look, score
+from presets.tiny.evaluate import TRIALS, scenes_of
 
 SIZE = (96, 168)
 
@@ -26,6 +27,22 @@ def test_true_videos_are_read_right(things, moving_camera):
         assert all(row["camera"] for row in marks)
 
 
+@pytest.mark.parametrize("name", ["going on", "spin"])
+def test_trials_that_begin_anywhere_or_turn_are_read_right(name):
+    (trial,) = (trial for trial in TRIALS if trial.name == name)
+    scenes = scenes_of(trial, 20)
+    seen = [look(video) for video in world.render(scenes, *SIZE)]
+    marks = [score(one, scenes.words(i)) for i, one in enumerate(seen)]
+    for key in ("background", "objects", "solid", "colour", "motion"):
+        assert all(row[key] for row in marks), key
+    # A thing that leaves in part is not always recognisable in the last frame.
+    assert sum(row["recognisable"] for row in marks) >= (20 if trial.spins else 16)
+    assert np.mean([thing.kept for one in seen for thing in one.things]) > 0.85
+    if trial.edge:
+        track = world.trajectory(scenes, torch.zeros(1), *SIZE)
+        assert (track.x.abs() > 0.5).all() and not scenes.pose[..., 3].any()
+
+
 def test_other_prompts_score_as_chance_does():
     scenes = world.sample(16, 1, np.random.default_rng(22))
     marks = scored(scenes, shift=1)
@@ -38,7 +55,7 @@ def test_a_picture_without_things_has_none():
     scenes = world.sample(1, 1, np.random.default_rng(23))
     empty = world.Scenes(
         *(np.zeros((1, 0), dtype=np.int64) for _ in range(3)),
-        scenes.kind, scenes.ground, scenes.camera, np.zeros((1, 0, 3)), scenes.reach,
+        scenes.kind, scenes.ground, scenes.camera, np.zeros((1, 0, 3)), scenes.reach, scenes.pose[:, :0],
     )  # fmt: skip
     assert look(world.render(empty, *SIZE)[0]).things == ()
 

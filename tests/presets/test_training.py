@@ -1,13 +1,19 @@
 """The pieces of training that can go wrong silently."""
 
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from engine.prompt import TextEncoder
 from presets.tiny.autoencoder import LATENT_CHANNELS, USED_CHANNELS
 from presets.tiny.flow import NoiseMix, model_input, sample, shift_sigma
+from presets.tiny.log import TrainingLog
 from presets.tiny.muon import Muon, orthogonalise
+from presets.tiny.pools import CAPTIONS, KINDS, Pool
 from presets.tiny.text import PromptIds, TrainableText, new_text_model, new_tokenizer
-from presets.tiny.train_dit import rotate_pairs_real
+from presets.tiny.train_dit import DitPlan, Optimiser, Trainer, rotate_pairs_real
 
 
 def test_the_noise_mix_puts_its_share_high():
@@ -79,3 +85,75 @@ def test_the_real_rotation_equals_the_complex_one():
     x, angle = torch.randn(2, 5, 3, 8), torch.randn(5, 4)
     cos, sin = angle.cos(), angle.sin()
     torch.testing.assert_close(rotate_pairs_real(x, cos, sin), rotate_pairs(x, cos, sin))
+
+
+def bare_trainer(**plan):
+    """A trainer without a model, whose clock a test moves."""
+    trainer = object.__new__(Trainer)
+    trainer.plan, trainer.device, trainer.step = DitPlan(**plan), "cpu", 1000
+    trainer.progress = trainer.plan.begin
+    return trainer
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_nearly_nothing():
+    trainer = bare_trainer(begin=0.55, end=1.0, rate=5e-4)
+    rates = []
+    for trainer.progress in (0.55, 0.6, 0.8, 1.0):
+        rates.append(trainer.rate())
+    assert rates == pytest.approx([5e-4, 5e-4, 2.5e-4, 1e-5])
+    trainer.progress, trainer.step = 0.55, 0
+    assert trainer.rate() < 5e-6
+
+
+@pytest.mark.parametrize("took", [0.1, 3.0])
+def test_training_ends_in_time_at_its_end_whatever_a_step_takes(monkeypatch, took):
+    clock = [1000.0]
+    monkeypatch.setattr("presets.tiny.train_dit.time.time", lambda: clock[0])
+    trainer = bare_trainer(begin=0.55, end=1.0, seconds=500.0, until=1100.0, probe_every=10**9)
+    seen = []
+
+    def step():
+        seen.append(trainer.progress)
+        clock[0] += took
+        return torch.zeros(())
+
+    trainer.train_step = step
+    trainer.plan = dataclasses.replace(trainer.plan, check_every=1e9, refresh_every=1e9)
+    trainer.run(lambda: None)
+    assert clock[0] <= 1100 + took
+    assert seen[0] == 0.55 and 1 - 0.45 * 2 * took / 100 < seen[-1] <= 1.0
+
+
+def test_pools_grow_until_their_time_is_over(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("presets.tiny.train_dit.time.time", lambda: clock[0])
+    trainer = bare_trainer(videos=4800, fill=15.0)
+    trainer.encoder, trainer.log = SimpleNamespace(chunk=12), TrainingLog(None)
+
+    def make(kind, count):
+        clock[0] += 1
+        return Pool(kind, torch.zeros(count, 1), [[1, 2]] * (CAPTIONS * count))
+
+    trainer._make = make
+    trainer.fill_pools()
+    assert clock[0] == 2 * len(KINDS)
+    assert [len(pool.ids) for pool in trainer.pools] == [CAPTIONS * len(pool.latents) for pool in trainer.pools]
+    assert 2000 < sum(len(pool.latents) for pool in trainer.pools) < 2800
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = torch.nn.Linear(2, 2)
+    optimiser = object.__new__(Optimiser)
+    optimiser.parameters = list(model.parameters())
+    optimiser.muon, optimiser.adam = Muon([model.weight]), torch.optim.AdamW([model.bias])
+    before = model.weight.detach().clone()
+    for value, taken in ((float("nan"), False), (1.0, True)):
+        for parameter in optimiser.parameters:
+            parameter.grad = torch.full_like(parameter, value)
+        assert optimiser.step(1e-2) is taken
+        assert torch.equal(model.weight, before) is not taken
+        assert all(p.isfinite().all() for p in optimiser.parameters)
+
+
+def test_every_kind_of_video_has_a_share():
+    assert sum(kind.share for kind in KINDS) == pytest.approx(1)

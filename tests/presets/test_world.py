@@ -1,5 +1,7 @@
 """The drawn world: reproducible, independent of resolution, and true to its captions."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,63 @@ def test_things_stay_inside(things, size, wide):
     unit = min(size)
     assert (track.x.abs() + 0.8 * track.scale < size[1] / unit / 2 + 0.06).all()
     assert (track.y.abs() + 0.8 * track.scale < size[0] / unit / 2 + 0.06).all()
+
+
+@pytest.mark.parametrize("things", [1, 2])
+@pytest.mark.parametrize("size", [(256, 448), (448, 256), (320, 320)])
+def test_what_goes_on_begins_where_its_pose_says_and_obeys_its_word(things, size):
+    many = scenes(800, things, seed=11, anywhere=True)
+    track = world.trajectory(many, torch.linspace(0, 1, 25), *size)
+    dx, dy, ratio, turn = (
+        (part[..., -1] - part[..., 0]).numpy() for part in (track.x, track.y, track.scale.log(), track.angle)
+    )
+    wanted = {"right": dx, "left": -dx, "down": dy, "up": -dy, "grow": ratio, "shrink": -ratio, "spin": turn}
+    for name, way in wanted.items():
+        assert (way[many.motion == world.MOTION[name]] > 0.2).all(), name
+    for name in ("bounce", "orbit", "still"):
+        there = many.motion == world.MOTION[name]
+        assert max(abs(dx[there]).max(), abs(dy[there]).max()) < 1e-4, name
+    # The first frame shows the same, whatever happens then: only what is pushed off an edge begins a little inside.
+    still = dataclasses.replace(many, motion=np.full_like(many.motion, world.MOTION["still"]))
+    before = world.trajectory(still, torch.zeros(1), *size)
+    here = many.motion >= world.MOTION["bounce"]
+    for key in ("x", "y", "scale", "angle"):
+        torch.testing.assert_close(getattr(track, key)[here][:, :1], getattr(before, key)[here], atol=1e-5, rtol=0)
+    # Half of it stays in sight, or nearly so.
+    unit = min(size)
+    assert (track.x.abs() <= size[1] / unit / 2 + 0.06).all() and (track.y.abs() <= size[0] / unit / 2 + 0.06).all()
+
+
+def test_what_goes_on_from_a_usual_beginning_moves_as_usual():
+    many = scenes(200, seed=12)
+    pose = np.zeros((200, 1, 4))
+    for name, place in {"left": (1, 0), "right": (-1, 0), "up": (0, 1), "down": (0, -1), "bounce": (0, 1)}.items():
+        pose[many.motion[:, 0] == world.MOTION[name], 0, :2] = place
+    pose[..., 2] = 1
+    moves = np.isin(many.motion[:, 0], [world.MOTION[name] for name in ("left", "right", "up", "down", "bounce")])
+    placed = dataclasses.replace(many, pose=pose, jitter=0 * many.jitter).take(moves)
+    usual = dataclasses.replace(many, jitter=0 * many.jitter).take(moves)
+    time = torch.linspace(0, 1, 13)
+    for first, second in zip(
+        *(vars(world.trajectory(s, time, 256, 448)).values() for s in (placed, usual)), strict=True
+    ):
+        torch.testing.assert_close(first, second, atol=2e-3, rtol=0)
+
+
+def test_more_spinning_keeps_every_other_motion():
+    counts = [np.bincount(scenes(4000, seed=13, spins=share).motion[:, 0], minlength=10) for share in (0, 0.15)]
+    spin = world.MOTION["spin"]
+    assert counts[1][spin] > 2 * counts[0][spin]
+    assert np.delete(counts[1], spin).min() > 250
+    assert (scenes(40, seed=14, spins=1.0, held_out=True).motion == spin).all()
+
+
+def test_what_a_first_frame_shows_may_be_left_out():
+    rng = np.random.default_rng(2)
+    words = Words((Thing("orange", "star", "up"),), "plain", "teal", "static")
+    texts = {varied_caption(words, rng, 0.0, shown=True) for _ in range(300)}
+    assert "the star moves up" in texts and "an orange star moves up" in texts
+    assert not any("teal" not in varied_caption(words, rng, 0.0) for _ in range(300))
 
 
 def test_training_never_shows_what_is_held_out():
