@@ -21,6 +21,7 @@ import gradio as gr
 import uvicorn
 from gradio.utils import get_upload_folder
 
+from engine import broken
 from engine.about import place_name
 from engine.arguments import require_folder
 from engine.devices import RULE, devices_from_environment
@@ -262,3 +263,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    broken.leave(0)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from tqdm import tqdm
 
-from engine import compare_cli
+from engine import broken, compare_cli
 from engine.arguments import BAD_INPUT, FAILED, require_folder, tell
 from engine.devices import RULE, devices_from_environment
 from engine.engine import Engine
@@ -358,4 +358,4 @@ def _stop_on_signals(cancel: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    broken.leave(main())

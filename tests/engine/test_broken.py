@@ -1,5 +1,8 @@
 """A GPU that met a fault which CUDA does not forgive: what was made is kept, what follows is refused in words."""
 
+import subprocess
+import sys
+
 import gradio as gr
 import httpx
 import pytest
@@ -162,3 +165,14 @@ def test_a_gpu_is_broken_that_refuses_again_and_is_left_alone_then(monkeypatch, 
         with telemetry.Telemetry(GPU) as watch, watch.stage("file") as stage:
             pass
         assert stage.seconds is not None
+
+
+@pytest.mark.parametrize("fault, status", [(None, 3), (SAID, 4)])
+def test_a_process_with_a_broken_gpu_ends_without_giving_its_memory_back(fault, status):
+    program = (
+        "import atexit, sys; from engine import broken; atexit.register(print, 'Python ended');"
+        f"broken._fault = {fault!r}; print('said'); broken.leave({status})"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == status and ended.stdout.split("\n")[0] == "said", ended.stderr
+    assert ("Python ended" in ended.stdout) == (fault is None)

@@ -22,6 +22,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
+from engine import broken
 from engine import engine as engine_module
 from engine.engine import Engine
 from engine.errors import BrokenError
@@ -58,6 +59,7 @@ except BrokenError as error:
 print("memory:", engine.memory().devices)
 engine.close()
 print("closed")
+broken.leave(0)
 """
 
 
