@@ -176,8 +176,7 @@ class Engine:
                 words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 self._readiness = Readiness("failed", words)
                 raise
-            words = f"{self.preset.title} is ready on {self.executor.device_name()}. {self.experience.unmeasured}"
-            self._readiness = Readiness("ready", words.strip())
+            self._readiness = Readiness("ready", f"{self.preset.title} is ready on {self.executor.device_name()}.")
 
     def _hold(self, settings: DenoiseSettings) -> None:
         if not self.executor.holds(settings):
@@ -192,9 +191,11 @@ class Engine:
             return None
 
     def readiness(self) -> Readiness:
-        """How far loading is."""
-        fault = broken.fault()
-        return Readiness("failed", fault) if fault else self._readiness
+        """How far loading is; what is not known yet is asked of `experience`, which learns when nothing is loaded."""
+        if fault := broken.fault():
+            return Readiness("failed", fault)
+        now, unmeasured = self._readiness, self.experience.unmeasured
+        return Readiness("ready", f"{now.text} {unmeasured}") if unmeasured and now.state == "ready" else now
 
     def estimate(self, request: Request) -> cost.Estimate | None:
         """What a request will take; None before the model is loaded. RequestError for an absent decoder."""

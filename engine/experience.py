@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class Experience:
-    """Rates of denoising and costs of decoding; it can be pickled. device_type: "cpu" or "cuda"; unmeasured: why the
-    short run told nothing, in words."""
+    """Rates of denoising and costs of decoding; it can be pickled. device_type: "cpu" or "cuda"; unmeasured: why
+    nothing is known, in words, after a short run that told nothing."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -69,6 +69,7 @@ class Experience:
 
     def learn_denoise(self, config: Any, request: Request, seconds: float, steps: Sequence[tuple[float, int]]) -> None:
         """One denoising run. config: of the transformer; steps: as of `engine.estimate.learn_denoise`."""
+        self.unmeasured = ""
         self.rates = cost.learn_denoise(self.rates or cost.UNKNOWN, config, request, seconds, steps)
 
     def learn_decode(self, decoder: Decoder, latents: tuple[int, int, int], part: float, seconds: float) -> None:

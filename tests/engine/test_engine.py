@@ -232,6 +232,7 @@ def test_a_measuring_run_that_does_not_fit_costs_the_estimate_alone(engine, tmp_
     assert engine.estimate(request) is None
     assert isinstance(generate(engine, tmp_path)[0][-1], VideoFinished)
     assert engine.estimate(request).denoise > 0
+    assert engine.readiness().state == "ready" and "known after" not in engine.readiness().text
 
 
 def test_about_names_model_and_device(engine):
