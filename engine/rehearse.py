@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from engine.arguments import exit_code
+from engine.arguments import exit_code, require_folder
 from engine.devices import RULE
 from engine.errors import EngineError
 from engine.settings import Attention, AutoSwitch, DecodePath, DenoiseSettings, Offload, Precision, Quality
@@ -76,7 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         decoder = None if given.decoder == "none" else given.decoder
         scene = (SMALL if given.small else FULL).changed(**sizes)
-        rehearse(scene, given.device or ("cpu" if given.small else "auto"), settings, decoder, given.folder)
+        if given.folder is not None:
+            require_folder("--folder", given.folder)
+        device = ("cpu" if given.small else "auto") if given.device is None else given.device
+        rehearse(scene, device, settings, decoder, given.folder)
     except EngineError as error:
         return exit_code(error)
     return 0

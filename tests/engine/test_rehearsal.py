@@ -125,6 +125,15 @@ def test_a_toy_runs_on_the_device_that_is_asked_for_else_on_the_cpu(monkeypatch,
     assert asked == ["cpu" if small and not given else device]
 
 
-def test_a_device_that_is_absent_is_refused_for_a_toy_as_well(capsys):
-    assert rehearse.main(["--small", "--device", "99"]) == 2
-    assert "GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("device, words", [("99", "GPU"), ("", "devices = '' is not known")])
+def test_a_device_that_is_absent_is_refused_for_a_toy_as_well(capsys, device, words):
+    assert rehearse.main(["--small", "--device", device]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_made_and_one_that_is_a_file_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rehearsal.rehearse", lambda *_: None)
+    assert rehearse.main(["--small", "--folder", str(tmp_path / "a" / "b")]) == 0 and (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("mine")
+    assert rehearse.main(["--small", "--folder", str(tmp_path / "file")]) == 2
+    assert "--folder" in (said := capsys.readouterr().err) and "can't be written" in said
