@@ -168,6 +168,8 @@ def check_tiles(out: Tensor, frames: Tensor) -> None:
 def check_sum(out: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """ValueError unless these fit together as `add` says."""
     check_kinds(out.dtype, out.device, residual=residual, out=out)
+    check_dtype("y", y, *FLOATS)
+    check_device(out.device, y=y)
     for name, tensor in (("y", y), ("residual", residual)):
         if tensor is not None:
             check_shape(name, tensor, tuple(out.shape))

@@ -202,6 +202,8 @@ GOOD = {
         ("write_outputs", 1, drawn(6, 2, 2, 3, 8), "products has shape"),
         ("write_outputs", 3, drawn(4, 2, 3, 8).half(), "residual is torch.float16"),
         ("add", 1, drawn(4, 2, 2, 8), "y has shape"),
+        ("add", 1, drawn(4, 2, 3, 8).to("meta"), "y is on meta"),
+        ("add", 1, drawn(4, 2, 3, 8).int(), "y is torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_refused(module, name, place, wrong, words):
