@@ -3,7 +3,7 @@
 The first block runs at every step, and what it adds to the video stream is the witness: while that differs little from
 what it added when all blocks last ran, the velocity is extrapolated from the last two that were computed (a straight
 line in sigma) and the other blocks are skipped. The idea of watching the first block is that of first-block caching
-(ParaAttention); extrapolating the velocity instead of repeating a residual is ours: benchmarks/step_cache.md compares.
+(ParaAttention); extrapolating the velocity instead of repeating a residual is ours: engine/benchmarks.md compares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Policy:
 
 
 POLICIES: dict[Quality, Policy] = {"balanced": Policy(0.1), "draft": Policy(0.2)}
-"""Chosen by measurement on the small model (benchmarks/step_cache.md)."""
+"""Chosen by measurement on the small model (engine/benchmarks.md)."""
 
 
 class StepCache:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from engine import fp8
+from engine.attention import BACKENDS
 from engine.mmdit import MMDiTConfig, PAN2Transformer3DModel
 from kernels.timing import milliseconds
 
-WAYS = {"plain": False, "plain-best-attention": False, "ours": True, "ours-fp8": True}  # fused or not; fp8 comes last
-WANTED = ("ours", "ours-fp8", "plain", "plain-best-attention")  # while there is time
+# Fused or not. Compiled blocks stay so and fp8 weights too: fused passes never call a block, and fp8 comes last.
+WAYS = {"plain": False, "plain-best-attention": False, "compiled": False, "ours": True, "ours-fp8": True}
+WANTED = ("ours", "ours-fp8", "plain", "compiled", "plain-best-attention")  # while there is time
 
 
 class Budget:
@@ -67,10 +71,15 @@ def steps(
     for name in (name for name in WAYS if name in names):
         if name == "ours-fp8":
             fp8.convert(model)
-        model.set_attention(None if name == "plain" else choice)
+        if name == "compiled":  # one graph for all blocks: their weights are its inputs
+            for block in model.transformer_blocks:
+                block.compile()
+        native = name == "compiled" and choice in BACKENDS
+        model.set_attention(None if name == "plain" or native else choice)
         model.set_fused_kernels(WAYS[name])
-        branch()
-        found[name] = statistics.median(milliseconds(lambda: (branch(), branch()), device, repeats))
+        with sdpa_kernel(BACKENDS[choice]) if native else nullcontext():
+            branch()
+            found[name] = statistics.median(milliseconds(lambda: (branch(), branch()), device, repeats))
         print(f"{name}: {found[name]:.1f} ms a step")
     return found
 

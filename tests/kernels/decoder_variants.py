@@ -53,6 +53,7 @@ def record(kernel, grid, device, *arguments, **constants):
 
 def main() -> None:
     passes.launch = tile_passes.launch = record
+    passes.check_beside = tile_passes.check_beside = lambda *tensors: None  # it looks at addresses; these have none
     with torch.device("meta"), torch.no_grad():
         vae = AutoencoderKLWan(**LAYOUT | FULL)
         decoder = PortableDecoder(vae, torch.float16, ways("NVIDIA H200", "fp16", "built"), NoProducts(), passes)

@@ -45,11 +45,21 @@ def test_the_last_line_is_the_record(capsys):
 
 
 def test_whole_steps_that_do_not_fit_into_the_budget_are_named(capsys):
-    block = {"plain": 70.0, "plain-best-attention": 55.0, "ours": 46.0, "ours-fp8": 38.0}
+    block = {"plain": 70.0, "plain-best-attention": 55.0, "compiled": 50.0, "ours": 46.0, "ours-fp8": 38.0}
     config = dit_bench.MMDiTConfig()
     assert dit_steps.affordable(block, config, 2, 1000) == list(dit_steps.WANTED)
     assert dit_steps.affordable(block, config, 2, 20) == ["ours", "ours-fp8"]
     assert "no whole step of plain: it takes 15 s, 2 s are left" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_a_compiled_step_has_every_block_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(dit_steps.PAN2Transformer3DModel, "set_fused_kernels", lambda model, on: compiled.append(on))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    size = dit_bench.SMALL
+    found = dit_steps.steps(size.config, size.grid, size.text, CPU, ["compiled"], "math", 1)
+    assert compiled == ["TransformerBlock", "TransformerBlock", False] and found["compiled"] > 0
 
 
 @torch.no_grad()
