@@ -27,6 +27,7 @@ from engine import fp8
 from engine.attention import Shape, choose_attention
 from engine.condition import make_condition
 from engine.decode import decode
+from engine.decode_paths import explain
 from engine.denoise import denoise
 from engine.devices import choose_device
 from engine.errors import EngineError, MediaError, RequestError, ResourceError
@@ -344,6 +345,8 @@ def rehearse(
     where = choose_device(device)
     if settings.precision == "fp8" and where.type == "cuda" and (lack := fp8.lack(where)):
         raise RequestError(f"precision = 'fp8': {lack}. Choose auto or bf16.")
+    if decoder:
+        explain(DecodeSettings(path=decoder), where)  # which refuses one that is not here, before minutes of work
     free, streamed = free_memory(where), where.type == "cuda" and settings.offload == "blocks"
     if scene.config == FULL.config and not streamed and free is not None and free < RESIDENT_BYTES:
         raise ResourceError(

@@ -131,6 +131,12 @@ def test_a_device_that_is_absent_is_refused_for_a_toy_as_well(capsys, device, wo
     assert words in capsys.readouterr().err
 
 
+def test_a_decoder_that_is_absent_is_refused_before_any_work(capsys, monkeypatch):
+    monkeypatch.setattr(rehearsal, "Rehearsal", lambda *_: pytest.fail("worked"))
+    assert rehearse.main(["--small", "--decoder", "built"]) == 2
+    assert "decode path = 'built' can't run here" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there_is_made_and_one_that_is_a_file_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.rehearsal.rehearse", lambda *_: None)
     assert rehearse.main(["--small", "--folder", str(tmp_path / "a" / "b")]) == 0 and (tmp_path / "a" / "b").is_dir()
