@@ -86,6 +86,7 @@ class Engine:
             if (beyond := self.preset.beyond_training(request)) is not None:
                 yield Warned(beyond)
             yield from self._stage(telemetry, "load", lambda: self.load(request.denoise))
+            self.decoder(request.decode)  # again, before all the work: now the widths of the VAE are known
             texts = yield from self._read_prompts(telemetry, request)
             seen = yield from self._see_image(telemetry, request, image)
             step = yield from self._denoise(telemetry, request, texts, seen, folder, cancel)
@@ -276,8 +277,7 @@ class Engine:
         folder: Path,
         cancel: threading.Event,
     ) -> Run[Step]:
-        shape = (1, *latent_shape(request.frames, request.height, request.width))
-        noise = draw_noise(request.seed, shape)
+        noise = draw_noise(request.seed, (1, *latent_shape(request.frames, request.height, request.width)))
         wanted = request.denoise.preview == "on"
         if wanted and self._preview_map is None:
             yield Warned("There are no previews of this video, which is not affected; the log says why.")

@@ -216,6 +216,23 @@ def test_estimates_come_from_measured_rates(engine, tmp_path):
     assert engine.estimate(request).denoise == pytest.approx(denoise)
 
 
+def test_a_decoder_that_does_not_take_the_vae_is_refused_before_denoising(engine, tmp_path, monkeypatch):
+    explain = engine.executor.explain_decode
+
+    def by_width(settings):
+        if engine.executor.vae is not None and settings.path == "plain":
+            raise RequestError("decode path = 'plain' can't run here: its widths")
+        return explain(settings)
+
+    monkeypatch.setattr(engine.executor, "explain_decode", by_width)
+    request = dataclasses.replace(engine.preset.request(), decode=DecodeSettings(path="plain"))
+    engine.check(request)
+    seen = []
+    with pytest.raises(RequestError, match="its widths"):
+        seen.extend(engine.generate(request, tmp_path / "video"))
+    assert {event.stage for event in seen} <= {"load"}
+
+
 def test_a_measuring_run_that_does_not_fit_costs_the_estimate_alone(engine, tmp_path, monkeypatch, caplog):
     runs = []
 
