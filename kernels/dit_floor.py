@@ -50,9 +50,10 @@ def product_floor(bench: Bench, name: str, rows: int, inputs: int, outputs: int,
 def by_library(name: str, call: Call) -> Call:
     def run() -> Any:
         torch.backends.cuda.preferred_blas_library(name)
-        result = call()
-        torch.backends.cuda.preferred_blas_library("default")
-        return result
+        try:
+            return call()
+        finally:
+            torch.backends.cuda.preferred_blas_library("default")
 
     return run
 
