@@ -242,8 +242,8 @@ def shortfall(refused: list[Placement], request: Request, machine: Machine) -> s
     how = f"{near.precision}{', blocks streamed' if near.stream else ''}, text encoder {near.text}"
     advice = TOO_LARGE.get(machine.device, "Use a device with more memory.")
     return (
-        f"{size_of(request)} do not fit on this machine: {' and '.join(parts)} (at the nearest: {how}; the most is "
-        f"needed for {stage}). {advice} A preset of a smaller size or fewer frames needs less."
+        f"{size_of(request)} do not fit on this machine: {' and '.join(parts)} (the nearest to fitting: {how}; the "
+        f"most is needed for {stage}). {advice} A preset of a smaller size or fewer frames needs less."
     )
 
 

@@ -45,7 +45,7 @@ def story(chain: Sequence[JobState], fps: int) -> str:
 def seen(state: JobState | None, steps: int) -> str:
     """The picture that the next video begins with. steps: videos so far."""
     if state is None:
-        return '<p class="seen">Nothing is seen yet: give a picture, or choose a video.</p>'
+        return '<p class="seen">Nothing is chosen yet: give a picture, or choose a video, also one made here.</p>'
     count = words.counted(steps, "video")
     return (
         f'<figure class="seen"><img src="last/{state.id}.png" alt="The last frame of the video so far">'
