@@ -273,6 +273,8 @@ def measure(size: Size, device: torch.device, given: argparse.Namespace) -> dict
     kernels = shares(bench, 3 if given.small else 20)
     calls = {"floor": products_alone} | variants(bench, compiled=device.type == "cuda" and not given.no_compile)
     block = blocks(bench, calls, given.small)
+    if lost := [name for name in ("floor", "plain") if name not in block]:
+        raise SystemExit(f"Nothing can be compared without {' and '.join(lost)}; why is said above.")
     truth = calls["plain"]()
     errors = {name: distance(call(), truth) for name, call in calls.items() if name != "floor"}
     print(f"\n{rows_table(block, least, errors, {})}\n\n{budget.left:.0f} s of {given.seconds} s are left")

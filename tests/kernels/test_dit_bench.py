@@ -117,6 +117,13 @@ def test_a_row_that_fails_is_named_and_the_others_are_measured(capsys):
     assert "compiled: failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
 
 
+def test_without_the_row_that_all_are_compared_with_it_ends_in_words(monkeypatch, capsys):
+    monkeypatch.setattr(dit_bench.Bench, "plain", lambda bench, backend: 1 / 0)
+    with pytest.raises(SystemExit, match="without plain; why is said above"):
+        dit_bench.main(["--small", "--no-compile"])
+    assert "plain: failed: ZeroDivisionError" in capsys.readouterr().out
+
+
 def test_calls_take_turns_and_the_median_counts():
     order = []
     assert len(timing.medians([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=2, repeats=3)) == 2
