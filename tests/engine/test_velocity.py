@@ -161,7 +161,6 @@ def test_modulations_hold_no_graph_and_are_float32(batch2):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_norm1_may_stay_on_the_host():
     case = Case("tf_hd128")
     model, (hidden_states, timestep, text) = case.model().cast(torch.bfloat16), case.inputs

@@ -6,10 +6,7 @@ import torch
 from engine import checkpoint
 from engine.errors import ResourceError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA, CPU, BF16 = torch.device("cuda:0"), torch.device("cpu"), torch.bfloat16
 
 

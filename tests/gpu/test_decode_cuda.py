@@ -10,10 +10,7 @@ from engine.decode import decode, explain, float_frames
 from engine.settings import DecodeSettings
 from tests.engine.wan_vae import normal_latents, small_vae, theirs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,7 @@ from engine.mmdit import PAN2Transformer3DModel
 from kernels import launch
 from tests.engine.golden_case import BF16, Case, assert_near
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
 TRUE = Shape(torch.bfloat16, 32, 128, TRUE_TOKENS)
 TINY = Path(__file__).parents[2] / "presets/tiny/checkpoint"

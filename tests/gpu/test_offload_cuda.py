@@ -8,10 +8,7 @@ from engine.offload import BlockStream, streamed
 from engine.rehearsal import SMALL, random_transformer
 
 CUDA = torch.device("cuda:0")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def inputs(config, frames=2):

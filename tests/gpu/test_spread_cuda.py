@@ -26,11 +26,7 @@ pytest.importorskip("diffusers")
 from engine.random_group import RandomGroup
 from engine.rehearsal import FULL, SMALL, Scene, random_vae
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda", 0)
 NEVER = threading.Event()
 PAIRS = [(path, precision) for path in ("plain", "portable", "built") for precision in ("fp32", "bf16", "fp16")]
