@@ -47,7 +47,7 @@ def memory_now() -> Memory:
     no GPU on which this process holds nothing: to ask how much of it is free would take half a GiB of it."""
     machine = psutil.virtual_memory()
     devices = ()
-    if torch.cuda.is_available() and in_use(torch.device("cuda")):
+    if in_use(torch.device("cuda")):
         held = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
         devices = tuple(device_memory(index) for index in held)
     return Memory(psutil.Process().memory_info().rss, machine.available, machine.total, devices)

@@ -24,16 +24,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from engine import fp8, fused, layers
 from engine.arguments import positive
-from engine.attention import BACKENDS, Shape, choose_attention
+from engine.attention import Shape, choose_attention
 from engine.mmdit import MMDiTConfig
 from engine.rope import rope_tables
 from kernels import launch
 from kernels.dit_floor import floor, fp8_products
-from kernels.dit_steps import Budget, affordable, randomised, steps
+from kernels.dit_steps import Budget, affordable, for_the_compiler, randomised, steps
 from kernels.modulate import bench as modulate_bench
 from kernels.qk_norm_rope import bench as qk_norm_rope_bench
 from kernels.quantise_rows import bench as quantise_rows_bench
@@ -85,10 +84,9 @@ class Bench:
         return self.block(self.x, self.c, self.modulation, self.rope)
 
     def compiled_plain(self) -> tuple[Tensor, Tensor]:
-        """With the best attention; where that is not PyTorch's own, the compiler leaves it alone as it stands."""
-        native = self.choice.path in BACKENDS
-        self.block.attn.backend = None if native else self.choice.path
-        with sdpa_kernel(BACKENDS[self.choice.path]) if native else ExitStack():
+        """With the best attention."""
+        self.block.attn.backend, around = for_the_compiler(self.choice.path)
+        with around:
             return self.compiled(self.x, self.c, self.modulation, self.rope)
 
     def started(self, block: layers.TransformerBlock) -> fused.Streams:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -172,13 +173,9 @@ class Outcome:
         keys = self.scores[0]
         return {key: round(float(np.mean([row[key] for row in self.scores])), 4) for key in keys}
 
-    def kept(self) -> float:
-        """The mean over all frames of how well outlines overlap with that shape at any angle."""
-        return round(float(np.mean([thing.kept for seen in self.seen for thing in seen.things] or [0.0])), 4)
-
-    def match(self) -> float:
-        """Mean overlap of the outlines with the shapes that were recognised."""
-        return round(float(np.mean([thing.match for seen in self.seen for thing in seen.things] or [0.0])), 4)
+    def overlap(self, kind: Literal["match", "kept"]) -> float:
+        """Mean overlap of the outlines with the shapes that were recognised, as of `ThingSeen`."""
+        return round(float(np.mean([getattr(thing, kind) for seen in self.seen for thing in seen.things] or [0.0])), 4)
 
 
 def run_trial(parts: Parts, trial: Trial, count: int, sampling: Sampling) -> Outcome:
@@ -249,7 +246,7 @@ def sweep(parts: Parts, choices: Sequence[Sampling], count: int) -> list[dict[st
     for sampling in choices:
         outcome = run_trial(parts, TRIALS[0], count, sampling)
         accuracy = {key: outcome.accuracy()[key] for key in ("colour", "shape", "motion", "all_three", "solid")}
-        rows.append(dataclasses.asdict(sampling) | accuracy | {"match": outcome.match()})
+        rows.append(dataclasses.asdict(sampling) | accuracy | {"match": outcome.overlap("match")})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -260,7 +257,7 @@ def evaluate(parts: Parts, count: int, sampling: Sampling, sheets: Path | None) 
     failures: list[tuple[Tensor, str]] = []
     for trial in TRIALS:
         outcome = run_trial(parts, trial, max(1, round(trial.share * count)), sampling)
-        overlaps = {"match": outcome.match(), "kept": outcome.kept()}
+        overlaps = {"match": outcome.overlap("match"), "kept": outcome.overlap("kept")}
         trials[trial.name] = {"prompts": len(outcome.captions), **overlaps, **outcome.accuracy()}
         print(json.dumps({trial.name: trials[trial.name]}), flush=True)
         if sheets:

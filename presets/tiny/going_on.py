@@ -6,6 +6,7 @@ there things stand where their motion took them. Whoever knows the first frame a
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -71,21 +72,23 @@ def track(motion: Tensor, pose: Tensor, room: Room, time: Tensor) -> tuple[Tenso
     """
     x0, y0, size, angle = (part[..., None] for part in pose.unbind(-1))
     x, y = _place(x0, room.far_x, room.edge_x), _place(y0, room.far_y, room.edge_y)
-
-    def when(name: str, value: Tensor) -> Tensor:
-        return torch.where(motion == NAMES.index(name), value, torch.zeros_like(value))
-
+    only = functools.partial(when, motion)
     moved_x = sum(
-        when(name, _along(sign, x, room.far_x, room.edge_x, time)) for name, sign in (("left", -1), ("right", 1))
+        only(name, _along(sign, x, room.far_x, room.edge_x, time)) for name, sign in (("left", -1), ("right", 1))
     )
     moved_y = sum(
-        when(name, _along(sign, y, room.far_y, room.edge_y, time)) for name, sign in (("up", -1), ("down", 1))
+        only(name, _along(sign, y, room.far_y, room.edge_y, time)) for name, sign in (("up", -1), ("down", 1))
     )
     round_x, round_y = _orbit(x, y, room, time)
-    moved_x = moved_x + when("orbit", round_x)
-    moved_y = moved_y + when("orbit", round_y) + when("bounce", _bounce(y, room.far_y, time))
-    grown = when("grow", (1.3 / size).clamp(min=GROWS) - 1) + when("shrink", (0.5 / size).clamp(max=1 / GROWS) - 1)
-    return x + moved_x, y + moved_y, 1 + grown * time, angle + when("spin", TURN * time)
+    moved_x = moved_x + only("orbit", round_x)
+    moved_y = moved_y + only("orbit", round_y) + only("bounce", _bounce(y, room.far_y, time))
+    grown = only("grow", (1.3 / size).clamp(min=GROWS) - 1) + only("shrink", (0.5 / size).clamp(max=1 / GROWS) - 1)
+    return x + moved_x, y + moved_y, 1 + grown * time, angle + only("spin", TURN * time)
+
+
+def when(motion: Tensor, name: str, value: Tensor) -> Tensor:
+    """The value where the motion, an index, is the one of that name; else 0."""
+    return torch.where(motion == NAMES.index(name), value, torch.zeros_like(value))
 
 
 def _place(share: Tensor, far: Tensor, edge: Tensor | float) -> Tensor:

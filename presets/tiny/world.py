@@ -7,6 +7,7 @@ picture's shorter side, x to the right and y down from the centre; time runs fro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -151,9 +152,7 @@ def trajectory(scenes: Scenes, time: torch.Tensor, height: int, width: int) -> T
     far_x, far_y = ((cell - MARGIN * radius - 0.03).clamp(min=0.08) for cell in (cell_x, cell_y))
     orbit = torch.minimum(torch.minimum(far_x, far_y), torch.full_like(far_x, 0.2))
 
-    def when(name: str, value: torch.Tensor) -> torch.Tensor:
-        return torch.where(motion == MOTION[name], value, torch.zeros_like(value))
-
+    when = functools.partial(going_on.when, motion)
     run, turn = 1 - 2 * time, 2 * math.pi * time
     x = when("left", far_x * run) - when("right", far_x * run) + when("orbit", orbit * torch.sin(turn))
     y = when("up", far_y * run) - when("down", far_y * run) - when("orbit", orbit * torch.cos(turn))

@@ -7,13 +7,10 @@ kernels it needs that none before it needed.
 import json
 
 import torch
-from diffusers import AutoencoderKLWan
 
 from kernels.vae_decode import passes, tile_passes
-from kernels.vae_decode.bench_setup import FULL, LAYOUT
 from kernels.vae_decode.plan import PLANS
-from kernels.vae_decode.portable import PortableDecoder
-from kernels.vae_decode.table import ways
+from tests.kernels.released import Products, latents, released_decoder
 
 VIDEOS = {  # latent frames, rows and columns; which of the smaller plans
     "704 x 1248, 33 frames": (9, 44, 78, 0),
@@ -24,15 +21,6 @@ VIDEOS = {  # latent frames, rows and columns; which of the smaller plans
     "208 x 176": (5, 13, 11, 0),
 }
 known: set[tuple] = set()
-
-
-class NoProducts:
-    name, fuses, workspace = "built", True, 0
-
-    def direct(self, *arguments, **named):
-        pass
-
-    phases = direct
 
 
 def kind(value, number: int, free: set[int]) -> str:
@@ -54,17 +42,14 @@ def record(kernel, grid, device, *arguments, **constants):
 def main() -> None:
     passes.launch = tile_passes.launch = record
     passes.check_beside = tile_passes.check_beside = lambda *tensors: None  # it looks at addresses; these have none
-    with torch.device("meta"), torch.no_grad():
-        vae = AutoencoderKLWan(**LAYOUT | FULL)
-        decoder = PortableDecoder(vae, torch.float16, ways("NVIDIA H200", "fp16", "built"), NoProducts(), passes)
-        found = {}
-        for name, (latents, height, width, plan) in VIDEOS.items():
-            before, state = len(known), decoder.start(PLANS[plan])
-            z = torch.empty(48, latents, height, width, dtype=torch.float16)
-            for span in (slice(0, 1), *(slice(i, i + 4) for i in range(1, latents, 4))):
-                for _ in decoder.frames(z[:, span], state):
-                    pass
-            found[name] = len(known) - before
+    decoder, found = released_decoder(Products(), passes), {}
+    for name, (count, height, width, plan) in VIDEOS.items():
+        before, state = len(known), decoder.start(PLANS[plan])
+        z = latents(count, height, width)
+        for span in (slice(0, 1), *(slice(i, i + 4) for i in range(1, count, 4))):
+            for _ in decoder.frames(z[:, span], state):
+                pass
+        found[name] = len(known) - before
     print(json.dumps(found))
 
 

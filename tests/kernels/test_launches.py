@@ -6,17 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.bands import Band
 from engine.decode_paths import cuts
 from engine.spread_predict import CountingLink
-from kernels.vae_decode.bench_setup import FULL, LAYOUT
-from kernels.vae_decode.portable import PortableDecoder
-from kernels.vae_decode.table import ways
+from tests.kernels.released import Products, latents, released_decoder
 
-META = torch.device("meta")
 PASSES = ("add", "enlarge", "stencil", "write_frames", "write_outputs", "write_tiles")
 
 
@@ -45,11 +41,8 @@ def decoder(ours):
     def counted(name):
         return lambda *arguments: ours.update([name])
 
-    convolver = SimpleNamespace(fuses=True, workspace=0, direct=counted("direct"), phases=counted("phases"))
     passes = SimpleNamespace(**{name: counted(name) for name in PASSES})
-    with META:
-        vae = AutoencoderKLWan(**LAYOUT | FULL).requires_grad_(False)
-    return PortableDecoder(vae, torch.float16, ways("NVIDIA H200", "fp16", "built"), convolver, passes)
+    return released_decoder(Products(lambda name: ours.update([name])), passes)
 
 
 @pytest.mark.parametrize("ranks, rank, most", [(1, 0, 691), (2, 0, 361), (4, 1, 321), (8, 3, 305)])
@@ -57,9 +50,9 @@ def test_a_pass_starts_no_more_kernels_than_it_needs(decoder, ours, ranks, rank,
     rows = Band(44, rank, ranks, CountingLink()) if ranks > 1 else None
     state = decoder.start(cuts(ranks)[0], rows)
     height = rows.count if rows else 44
-    for latents in (1, 4, 4):  # histories are made in the first two
+    for count in (1, 4, 4):  # histories are made in the first two
         ours.clear()
         with Torch() as theirs, torch.no_grad():
-            for _ in decoder.frames(torch.empty(48, latents, height, 78, dtype=torch.float16, device=META), state):
+            for _ in decoder.frames(latents(count, height, 78), state):
                 pass
     assert ours.total() + theirs.counts.total() <= most, ours + theirs.counts
